@@ -161,10 +161,9 @@ def _masked(
 
 
 def _supposed_edges(recipe: Recipe) -> tuple[float, ...]:
-    """Return edges such as the recipe's own calibration would have: sizes want their number."""
+    """Return edges as many as the recipe's own calibration would have: sizes need their number."""
     activations = (recipe.activation, *(o.activation for o in recipe.overrides if o.activation))
     named = {e for a in activations if isinstance(a.buckets, tuple) for e in a.buckets}
     if named:
         return tuple(sorted(named))
-    count = recipe.calibration.buckets
-    return tuple(1000.0 * place / count for place in range(1, count))
+    return tuple(map(float, range(1, recipe.calibration.buckets)))

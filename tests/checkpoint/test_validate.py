@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import quantkit
 from quantkit.checkpoint.metadata import METADATA_KEY, parse_metadata
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.spec import FORMAT_VERSION
@@ -226,6 +227,16 @@ def test_what_pack_writes_keeps_every_rule(packed):
     result = verify(packed, progress=silent)
     assert result.breaches == ()
     assert (result.components, result.layers) == (1, 3)
+
+
+def test_the_class_of_a_component_is_that_of_its_own_config(pipeline_dir, tmp_path):
+    """Loaders of a component alone read no index of a pipeline."""
+    quantkit.pack(pipeline_dir, recipe="fp8", output=tmp_path / "packed")
+    index = tmp_path / "packed" / "model_index.json"
+    values = json.loads(index.read_text())
+    index.write_text(json.dumps({**values, "unet": ["diffusers", "SD3Transformer2DModel"]}))
+    (component,) = open_packed(tmp_path / "packed").components
+    assert component.class_name == "UNet2DConditionModel"
 
 
 def test_taking_apart_and_putting_together_breaks_nothing(edit):

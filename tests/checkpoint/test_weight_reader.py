@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quantkit.checkpoint import weight_reader
 from quantkit.checkpoint.layout import Sink
 from quantkit.checkpoint.weight_reader import SourceTensor
 from quantkit.errors import NonFiniteError
@@ -42,6 +43,15 @@ def test_blocks_are_as_many_rows_as_fit(opened, elements, counts):
     assert [len(rows) for _, rows in blocks] == counts
     assert [first for first, _ in blocks] == [sum(counts[:i]) for i in range(len(counts))]
     assert torch.equal(torch.cat([rows for _, rows in blocks]), weight)
+
+
+def test_a_read_that_gives_less_than_asked_goes_on(opened, monkeypatch):
+    read = weight_reader.read_into
+    few = lambda file, view, at: read(file, view[:20], at)  # noqa: E731
+    monkeypatch.setattr(weight_reader, "read_into", few)
+    weight = torch.arange(7 * 16).reshape(7, 16).float()
+    blocks = [rows.clone() for _, rows in opened(weight).blocks(elements=48)]
+    assert torch.equal(torch.cat(blocks), weight)
 
 
 class Bytes(Sink):

@@ -3,6 +3,8 @@
 Tiles, tails and layouts have tests of their own (test_kernels, test_conv, test_geglu).
 """
 
+import re
+
 import pytest
 import torch
 
@@ -67,6 +69,28 @@ def test_the_operator_keeps_torchs_contract(op):
     variant = covering_variants(op, pairs=False)[0]
     operands, options = op.sample(variant, SIZES[1], torch.Generator().manual_seed(1))
     torch.library.opcheck(OVERLOADS[op.name], (*operands, *map(plain, options)))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_the_table_says_the_shapes_of_all_operands(op):
+    """A manifest of compiled kernels hands them on, to launchers without PyTorch."""
+    variant = covering_variants(op, pairs=False)[0]
+    operands, options = op.sample(variant, SIZES[3], torch.Generator().manual_seed(1))
+    head = {"QK_HEAD": int(word[1:]) // 16 if (word := variant.word("QK_HEAD")) else 0}
+    known = head | op.integers(op.check(op, operands, options).sizes)
+    read = [a for a in op.args if a.is_pointer and not a.written]
+    made = [shape for shape, _ in op.outputs(operands, options)]
+    written = [a for a in op.args if a.written]
+    given = [(a, tuple(t.shape)) for a, t in zip(read, operands, strict=True) if t is not None]
+    for argument, shape in (*given, *zip(written, made, strict=True)):
+        assert shape in alternatives(argument.shape, known), argument
+
+
+def alternatives(text, known):
+    """Return the shapes that an argument may have: ``[1] or [2 n]``, of these integers."""
+    shapes = [re.sub(r"(\d) (?=[a-z])", r"\1 * ", x) for x in re.findall(r"\[(.*?)\]", text)]
+    names = {"ceil_div": lambda a, b: -(-a // b), **known}
+    return [tuple(map(int, eval(f"({shape},)", {}, names))) for shape in shapes]
 
 
 def plain(option):

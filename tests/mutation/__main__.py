@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import resource
 import sys
 import tempfile
 from collections import Counter
@@ -38,7 +39,9 @@ _BASELINE_SECONDS = 3600
 class Baseline:
     """What the tests of one group did on the code as it is."""
 
-    #: path -> line -> tests and fixtures
+    #: of tests and fixtures
+    groups: list
+    #: path -> line -> number of a group
     lines: dict
     seconds: dict
     #: test -> fixtures
@@ -71,7 +74,8 @@ class Baseline:
 
     def _contexts(self, path, lines):
         known = self.lines.get(path, {})
-        return {name for line in lines for name in known.get(str(line), ())}
+        groups = {known[str(line)] for line in lines if str(line) in known}
+        return {name for group in groups for name in self.groups[group]}
 
     def limit(self, tests):
         """Return the seconds that a trial of these tests may take."""
@@ -109,6 +113,9 @@ def _try_group(name, group, options):
     diffs = {mutant: mutant.diff(ROOT) for mutant in sample}
     equivalent = [m for m in sample if (m.path, *diffs[m]) in known]
     tried = [m for m in sample if m not in equivalent]
+    # Of trials: a change that asks for more is noticed. Files that are mapped do not count.
+    memory = group.get("gigabytes", 8) << 30
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))
     baseline = _baseline(name, group["tests"], paths)
     started = monotonic()
     outcomes = _outcomes(tried, baseline, options.processes, diffs)
@@ -129,7 +136,7 @@ def _baseline(name, files, paths):
         for test in told["failed"]:
             print(f"{name}: left out, for it fails on the code as it is: {test}", flush=True)
             told["seconds"].pop(test, None)
-    return Baseline(told["lines"], told["seconds"], told["fixtures"])
+    return Baseline(told["groups"], told["lines"], told["seconds"], told["fixtures"])
 
 
 def _outcomes(mutants: list[Mutant], baseline, processes, diffs):

@@ -2,7 +2,8 @@
 
 Left out is what no test can or should notice: assertions, which never fail in a right program; the
 wording of errors; types; whether a dataclass is frozen; whether identity or equality is asked,
-which are the same for None, enums, dtypes and small numbers.
+which are the same for None, enums, dtypes and small numbers; the random operands that an operation
+is tried with; and how far it may be from the exact result.
 """
 
 import re
@@ -16,6 +17,8 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 #: Nodes of parso's tree inside which nothing is changed.
 _LEFT_OUT = {"assert_stmt", "raise_stmt", "annassign", "tfpdef"}
+#: Functions that draw operands.
+_DRAWN = re.compile("_?sampl(e|ing)(_.*)?")
 #: Where a statement begins: what a test ran of it is told by its lines.
 _STATEMENTS = {"simple_stmt", "funcdef", "classdef", "decorator"}
 #: Operators whose changes change nothing.
@@ -83,10 +86,17 @@ def _is_left_out(node):
             return True
         if above.type in {"param", "funcdef"} and node is above.annotation:
             return True
-        if _names_a_type(node):
+        if _names_a_type(node) or _is_of_trials(above):
             return True
         node = above
     return False
+
+
+def _is_of_trials(node):
+    """Tell a function that draws operands, and what a Budget grants."""
+    if node.type == "funcdef":
+        return _DRAWN.fullmatch(node.name.value) is not None
+    return node.type == "atom_expr" and getattr(node.children[0], "value", "") == "Budget"
 
 
 def _names_a_type(node):

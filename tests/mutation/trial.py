@@ -12,7 +12,6 @@ import importlib.machinery
 import importlib.util
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -20,10 +19,6 @@ import tempfile
 import traceback
 from pathlib import Path
 from types import CodeType, FunctionType
-
-#: Bytes that a trial may allocate: a change that asks for more is noticed. Files that are mapped do
-#: not count.
-_MEMORY = 8 << 30
 
 
 class _Changed(importlib.machinery.SourceFileLoader):
@@ -93,13 +88,12 @@ def start(tests, root, *, seconds, change=None, plugin=None, log=os.devnull):
 
 
 def _limit(seconds):
-    """Bound what this process takes; its temporary files are removed after it."""
+    """Bound the time that this process takes; its temporary files are removed after it."""
     _folder(os.getpid()).mkdir()
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_folder(os.getpid()))
     os.setpgid(0, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
 
 
 def _folder(process):
@@ -228,11 +222,17 @@ class Recorder:
     def pytest_sessionfinish(self):
         self._coverage.stop()
         data = self._coverage.get_data()
+        # Lines of a function share their thousands of tests: written once, they take no gigabytes.
+        groups = {}
         lines = {
-            str(Path(file).relative_to(self._root)): data.contexts_by_lineno(file)
+            str(Path(file).relative_to(self._root)): {
+                line: groups.setdefault(tuple(sorted(names)), len(groups))
+                for line, names in data.contexts_by_lineno(file).items()
+            }
             for file in data.measured_files()
         }
         told = {
+            "groups": list(groups),
             "lines": lines,
             "seconds": self._seconds,
             "fixtures": self._fixtures,

@@ -306,8 +306,13 @@ def test_sparse_layers_are_updated_and_rounded_in_one(model, known, tmp_path, me
     assert packed.config.layers["odd"].sparsity is None
 
 
-def test_masks_of_a_file_are_those_that_packing_chooses(model, known, surgeon, tmp_path):
-    recipe = recipe_with(rounding="gptq")
+@pytest.mark.parametrize("budget", [None, "between"])
+def test_masks_of_a_file_are_those_that_packing_chooses(model, known, surgeon, tmp_path, budget):
+    if budget:
+        # The rest of a layer's weights make up for what is masked: more layers are within it.
+        bare = choose_masks(model, recipe_with(), None, surgeon=surgeon, progress=silent)
+        budget = 0.9 * min(d.error for d in bare.decisions if d.error is not None)
+    recipe = recipe_with(rounding="gptq", budget=budget)
     masks = choose_masks(model, recipe, None, surgeon=surgeon, update=True, progress=silent)
     save_masks(masks, tmp_path / "masks", force=False)
     stored = load_masks(tmp_path / "masks")

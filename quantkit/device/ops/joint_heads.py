@@ -139,7 +139,12 @@ OPS = (
             *PROJECTIONS[:2],
             replace(PROJECTIONS[2], null="no values"),
             *STREAM_ARGS,
-            Argument("y", "io", "[3, n // heads, m, heads, d]", written=True),
+            Argument(
+                "y",
+                "io",
+                "[3, n // heads, m, heads, d] or [2, n // heads, m, heads, d]",
+                written=True,
+            ),
             *(M, N, K, *PLACES, EPS),
         ),
         k_multiple=1,
