@@ -21,7 +21,7 @@ HEAD = """\
 # Models
 
 Every denoiser class of diffusers {version}. *Tuned* classes have a row in
-`quantkit/models/families.py`, tested against the tensors of published models, and recipes; for all
+`quantkit/models/families.py`, tested against the tensors of published models; for all
 others what is packed follows from structure, names and shapes
 ([recipes](../guides/recipes.md#what-stays-in-16-bit)). Where it says *tested*, a tiny model of the
 class is packed, verified, loaded by `from_pretrained`, compared with the original, saved and loaded
@@ -31,8 +31,8 @@ inside of a pipeline.
 
 Made by `python docs/make_models.py`.
 
-| class | family | recipes | tested |
-|---|---|---|---|
+| class | family | tested |
+|---|---|---|
 """
 
 
@@ -52,14 +52,12 @@ def page() -> str:
     import diffusers
 
     tuned = {name: family.name for family in FAMILIES for name in family.class_names}
-    starts = {"unet": "`sd15-*`, `sdxl-*`"}
     tested = {row.class_name for row in ROWS}
     rows = []
     for name in classes():
         family = tuned.get(name)
-        recipes = starts.get(family, f"`{family}-*`") if family else "`fp8`, `int8`, `int4-gptq`"
         kind = f"tuned: {family}" if family else "general"
-        rows.append(f"| {name} | {kind} | {recipes} | {'yes' if name in tested else ''} |")
+        rows.append(f"| {name} | {kind} | {'yes' if name in tested else ''} |")
     return HEAD.format(version=diffusers.__version__) + "\n".join(rows) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Print GB of published denoisers in 16 bit and by the recipes of their families.
+"""Print GB of published denoisers in 16 bit and by the recommended recipes.
 
 ``python docs/measure_denoisers.py`` writes directories whose weights are holes, with the tensors
 of the published models, and asks ``pack --dry-run``. Nothing is run and nothing is downloaded.
@@ -16,34 +16,33 @@ from quantkit.workflow.pack import plan_pack
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.headers import golden_keys, write_component
 
-#: key list -> name, prefix of its family's recipes
+#: key list -> name
 DENOISERS = {
-    "sd15": ("Stable Diffusion 1.5", "sd15"),
-    "sdxl": ("Stable Diffusion XL", "sdxl"),
-    "sd35_medium": ("Stable Diffusion 3.5 Medium", "sd3"),
-    "sd35_large": ("Stable Diffusion 3.5 Large", "sd3"),
-    "flux1_dev": ("FLUX.1-dev", "flux"),
-    "flux2_dev": ("FLUX.2-dev", "flux2"),
-    "chroma1_hd": ("Chroma1-HD", "chroma"),
-    "qwen_image": ("Qwen-Image", "qwenimage"),
-    "z_image": ("Z-Image", "zimage"),
-    "sana_1600m": ("Sana 1600M", "sana"),
-    "pixart_sigma": ("PixArt-Sigma", "pixart"),
-    "wan22_t2v_14b": ("Wan 2.2 T2V 14B, each of two", "wan"),
-    "ltx_video": ("LTX-Video", "ltx"),
+    "sd15": "Stable Diffusion 1.5",
+    "sdxl": "Stable Diffusion XL",
+    "sd35_medium": "Stable Diffusion 3.5 Medium",
+    "sd35_large": "Stable Diffusion 3.5 Large",
+    "flux1_dev": "FLUX.1-dev",
+    "flux2_dev": "FLUX.2-dev",
+    "chroma1_hd": "Chroma1-HD",
+    "qwen_image": "Qwen-Image",
+    "z_image": "Z-Image",
+    "sana_1600m": "Sana 1600M",
+    "pixart_sigma": "PixArt-Sigma",
+    "wan22_t2v_14b": "Wan 2.2 T2V 14B, each of two",
+    "ltx_video": "LTX-Video",
 }
 FORMATS = ("fp8", "int8", "int4")
 
 
 def main() -> None:
     """Print the rows of a Markdown table."""
-    for name, (title, prefix) in DENOISERS.items():
+    for name, title in DENOISERS.items():
         keys = golden_keys(name)
         with TemporaryDirectory() as folder:
             path = write_component(Path(folder) / "model", keys["class_name"], keys["tensors"])
             found: list[Any] = [
-                plan_pack(path, output=Path(folder) / "out", recipe=f"{prefix}-{fmt}")
-                for fmt in FORMATS
+                plan_pack(path, output=Path(folder) / "out", recipe=fmt) for fmt in FORMATS
             ]
         plans = [getattr(plan, "summary", plan) for plan in found]
         after = " | ".join(f"{plan.bytes_after / 1e9:.2f}" for plan in plans)

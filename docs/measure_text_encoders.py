@@ -65,12 +65,6 @@ PIPELINES: dict[str, tuple[str | None, str, dict[str, tuple[str, dict[str, Any]]
 
 #: recipe of the denoiser, and of the text encoders
 TREATMENTS = (("int8", None), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
-#: recipes that pack what the denoiser's family keeps, too, by its family
-RECIPES = {
-    "FLUX.1-dev": {"int8": "flux-int8", "int4": "flux-int4"},
-    "Stable Diffusion 3.5 Large": {"int8": "sd3-int8", "int4": "sd3-int4"},
-    "Qwen-Image": {"int8": "qwenimage-int8", "int4": "qwenimage-int4"},
-}
 
 
 def build(class_name: str, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -117,7 +111,7 @@ def main() -> None:
                 found: Any = plan_pack(
                     path,
                     output=Path(folder) / "out",
-                    recipe=RECIPES[name][denoiser],
+                    recipe=denoiser,
                     text_encoders=encoders,
                 )
                 summary = getattr(found, "summary", found)

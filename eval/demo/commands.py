@@ -13,7 +13,7 @@ from quantkit import resources
 #: What several commands share; {model} and {out} are the bundled pipeline and the demo's folder.
 _SHARED = {
     # The recipe that packs most layers, and so observes them for all rows.
-    "calibrated": "int4-gptq",
+    "calibrated": "int4",
     "sampling": "--prompts {out}/captions.txt --guidance 4 --count {count} --steps {steps} "
     "--batch {batch} --device {device}",
     "moments": "--hessians {out}/hessians --device {device}",
@@ -41,7 +41,7 @@ class DemoRecipe:
 
 RECIPES = (
     DemoRecipe("fp8-attention", "fp8-static", "e4m3fn"),
-    DemoRecipe("int8-attention", "int8", "int8"),
+    DemoRecipe("int8-attention", "int8-token", "int8"),
 )
 
 
@@ -125,7 +125,7 @@ _INT8 = DemoRow(
     "int8",
     """
     calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
-    pack {model} -r int8 -c {out}/calibration -o {out}/int8
+    pack {model} -r int8-token -c {out}/calibration -o {out}/int8
     """,
     "INT8 should hold its gates: please report this.",
 )
@@ -144,7 +144,7 @@ _INT4 = DemoRow(
     """
     calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
     calibrate hessian {model} -r {calibrated} {sampling} -o {out}/hessians
-    pack {model} -r int4-gptq -c {out}/calibration --hessians {out}/hessians -o {out}/int4
+    pack {model} -r int4 -c {out}/calibration --hessians {out}/hessians -o {out}/int4
     """,
 )
 _WANDA = DemoRow(

@@ -28,9 +28,6 @@ from quantkit.recipe.schema import Recipe, SparsityRecipe
 
 #: diffusers' bound of a file, and so of what is in host memory at once.
 _SHARD = "1GB"
-#: Class -> bundled recipe for static scales, where it is not that of the others.
-_STATIC = {"FluxTransformer2DModel": "flux-fp8"}
-_OTHERS = "fp8-static"
 
 
 @dataclass(frozen=True)
@@ -88,13 +85,9 @@ class Source:
         )
 
     def recipe(self, variant: PackedVariant) -> Recipe:
-        """Return the bundled recipe that is made for the model, changed to the variant."""
-        class_name, config = type(self.model).__name__, self.model.config
-        recipe = (
-            load_recipe(_STATIC.get(class_name, _OTHERS))
-            if variant.static
-            else recipe_of_class(class_name, config)  # type: ignore[arg-type]
-        )
+        """Return the bundled recipe for the model, changed to the variant."""
+        class_name = type(self.model).__name__
+        recipe = load_recipe("fp8-static") if variant.static else recipe_of_class(class_name)
         changes: dict[str, Any] = {}
         if variant.sparse:
             changes["sparsity"] = SparsityRecipe(method="magnitude")

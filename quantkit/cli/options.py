@@ -5,7 +5,6 @@ hessians: sparsify, pack
 device, quiet, as_json: everywhere that works or prints
 """
 
-import functools
 import math
 import os
 from collections.abc import Callable
@@ -14,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli.console import say
 from quantkit.storage.limits import MAX_COUNT, MAX_SEED, MAX_STEPS, MAX_THREADS
 
 if TYPE_CHECKING:
     from quantkit.models.source import Model, SingleFile
-    from quantkit.recipe.schema import Recipe
 
 
 class Place(click.Path):
@@ -122,45 +119,6 @@ def optional_model(command: Callable[..., Any]) -> Callable[..., Any]:
     return argument(command)
 
 
-def recipe(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --recipe; without it the recipe is chosen for MODEL, and named."""
-    option = click.option(
-        "-r",
-        "--recipe",
-        metavar="NAME|FILE",
-        help="A bundled recipe's name or a YAML file; default: the one for the model "
-        "('quantkit recipes').",
-    )
-
-    @functools.wraps(command)
-    def with_recipe(**given: Any) -> Any:
-        given["recipe"] = _chosen(given, forced=given.pop("force_recipe"))
-        return command(**given)
-
-    return option(force_recipe(with_recipe))
-
-
-def _chosen(given: dict[str, Any], *, forced: bool) -> "str | Recipe | None":
-    """Return the recipe that a command goes by; one that nobody named is told on stderr."""
-    if given["recipe"] is not None:
-        return unbound(given["recipe"]) if forced else given["recipe"]
-    if given.get("model") is None:
-        return "fp8"
-    from quantkit.workflow.recipes import recipe_for
-
-    chosen, of = recipe_for(given["model"])
-    if not given.get("quiet"):
-        say(f"recipe: {chosen.name}, chosen for {of}")
-    return chosen
-
-
-def unbound(recipe: str) -> "Recipe":
-    """Return a recipe that models of other families may have, too."""
-    from quantkit.workflow.inputs import of_any_family
-
-    return of_any_family(recipe)
-
-
 def _remember(context: click.Context, option: click.Parameter, value: Path | str | None) -> None:
     context.meta[f"quantkit.{option.name}"] = value
 
@@ -229,8 +187,13 @@ def _somewhere(context: click.Context, parameter: click.Parameter, value: str | 
 packed = click.argument("packed", metavar="PACKED", type=PATH)
 packed_directory = click.argument("packed", metavar="PACKED", type=PATH, callback=directory)
 packed_or_file = click.argument("packed", metavar="PACKED", type=PATH, callback=_directory_or_file)
-force_recipe = click.option(
-    "--force-recipe", is_flag=True, help="Take a recipe that is made for models of another family."
+recipe = click.option(
+    "-r",
+    "--recipe",
+    default="fp8",
+    show_default=True,
+    metavar="NAME|FILE",
+    help="A bundled recipe's name ('quantkit recipes') or a YAML file.",
 )
 output = click.option("-o", "--output", type=PATH, required=True, help="Where to write.")
 force = click.option("--force", is_flag=True, help="Replace an output that quantkit wrote.")

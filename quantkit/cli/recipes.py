@@ -13,26 +13,30 @@ if TYPE_CHECKING:
 
 @click.command()
 @options.optional_model
+@click.option(
+    "-r", "--recipe", metavar="NAME|FILE", help="Print this one, tuned for MODEL's family, as YAML."
+)
 @options.as_json
-def recipes(model: str | None, as_json: bool) -> None:
-    """List the bundled recipes; with MODEL those that are made for it, and what they make of it.
+def recipes(model: str | None, recipe: str | None, as_json: bool) -> None:
+    """List the bundled recipes; with MODEL the recommended ones, and what they make of it.
 
-    The first one is recommended: it is what commands take without --recipe. Only headers are read.
+    The first one is what commands take without --recipe. Only headers are read. To change one, save
+    what --recipe prints.
     """
-    from quantkit.workflow.recipes import recipes
+    from quantkit.workflow.recipes import recipe_text, recipes
 
+    if recipe is not None:
+        echo(*recipe_text(recipe, model).splitlines())
+        return
     found = recipes(model)
     if as_json:
         print_json([recipe.to_json() for recipe in found])
     elif model is None:
-        rows = [(r.name, r.family or "any", r.description, _needs(r)) for r in found]
-        columns = ("name", "family", "what it does", "needs")
-        print_table("Recipes", columns, rows)
+        rows = [(r.name, r.description, _needs(r)) for r in found]
+        print_table("Recipes", ("name", "what it does", "needs"), rows)
     else:
-        rows = [(r.name, _sizes(r), r.why, _needs(r)) for r in found]
-        columns = ("name", "GB of denoisers", "why", "needs")
-        print_table("Recipes", columns, rows)
-        echo(f"recommended: {found[0].name}: {found[0].description}")
+        told = [(r.name, _sizes(r), r.why, _needs(r)) for r in found]
+        print_table("Recipes", ("name", "GB of denoisers", "why", "needs"), told)
 
 
 def _sizes(recipe: "Listed") -> str:

@@ -14,7 +14,6 @@ from quantkit.progress import unheard
 @click.command()
 @click.argument("recipe", metavar="RECIPE")
 @options.model
-@options.force_recipe
 @options.output
 @evaluation_options.sampling
 @evaluation_options.pictures
@@ -28,9 +27,7 @@ from quantkit.progress import unheard
     is_flag=True,
     help="Go on with an output of the same run that was stopped: what is complete is kept.",
 )
-def run(
-    recipe: str, model: str, force_recipe: bool, resume: bool, as_json: bool, **given: Any
-) -> None:
+def run(recipe: str, model: str, resume: bool, as_json: bool, **given: Any) -> None:
     """Calibrate, sparsify, pack and evaluate MODEL with RECIPE, a bundled name or a YAML file.
 
     Writes into the output folder: calibration.safetensors, hessians/ and masks.safetensors where
@@ -41,9 +38,8 @@ def run(
     from quantkit.workflow.run import REPORT, plan_run, run
 
     request = Request(**given)
-    wanted = options.unbound(recipe) if force_recipe else recipe
     if request.dry_run:
-        plan = plan_run(model, recipe=wanted, resume=resume, **request.task())
+        plan = plan_run(model, recipe=recipe, resume=resume, **request.task())
         if as_json:
             print_json(plan.to_json())
         else:
@@ -52,7 +48,7 @@ def run(
     with progress_bar(quiet=request.quiet) as progress:
         report = run(
             model,
-            recipe=wanted,
+            recipe=recipe,
             **request.task(),
             resume=resume,
             commands=(command_line(),),

@@ -1,8 +1,9 @@
 """What a family of denoisers is: which layers stay in 16 bit and why, and what is no layer."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from quantkit.recipe.fields import matches
 
@@ -60,6 +61,10 @@ class Family:
     not_layers: tuple[str, ...] = ()
     #: what is a layer is asked of the model that diffusers builds, not told by the weights' shapes
     by_structure: bool = False
+    #: of tuned recipes: how pipelines are run for statistics, as keys of a calibration section
+    calibration: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    #: name of a tuned recipe -> keys that stand where it sets none
+    recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
 
     def packs_alone(self, layer: str, shape: Sequence[int]) -> bool:
         """Return whether a recipe may pack a kept layer, as a weight alone."""

@@ -3,41 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from quantkit.errors import RecipeError
-from quantkit.models.families import FAMILIES, GENERAL
 from quantkit.models.layers import list_layers
-from quantkit.models.recommended import recipes_for
 from quantkit.models.source import Model, open_encoders
 from quantkit.recipe.fields import matches
 from quantkit.recipe.load import did_you_mean
 from quantkit.recipe.schema import Recipe
-
-
-def refuse_misfit(recipe: Recipe, where: str, model: Model) -> None:
-    """Refuse a recipe that is made for another family, or has a glob that matches no layer.
-
-    Args:
-        recipe: with its family, None for any.
-        where: what messages call it.
-        model: of which headers are read.
-
-    Raises:
-        RecipeError: naming what does not fit, and what may have been meant.
-    """
-    _refuse_other_family(recipe, where, model)
-    refuse_unmatched(recipe, where, model)
-
-
-def _refuse_other_family(recipe: Recipe, where: str, model: Model) -> None:
-    for component in model.components:
-        found = component.family.name
-        # A text encoder alone is of no family of denoisers.
-        denoises = component.family in (*FAMILIES, GENERAL)
-        if denoises and recipe.family is not None and recipe.family != found:
-            raise RecipeError(
-                f"{where}: made for the {recipe.family} family, but {component.class_name} is of "
-                f"the {found} family; take {recipes_for(model)[0].recipe.name}, or force it",
-                fields=("force_recipe",),
-            )
 
 
 def refuse_unmatched(recipe: Recipe, where: str, model: Model) -> None:

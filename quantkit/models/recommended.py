@@ -1,59 +1,58 @@
-"""Which bundled recipe is for which model: what is taken where nobody names one."""
+"""Bundled recipes with what a model's family sets in them, and those that are recommended."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.models.families import FAMILIES, find_family
+from quantkit.models.families import find_family
 from quantkit.models.family import Family
 from quantkit.models.source import Model
-from quantkit.recipe.load import load_recipe, recipe_names
+from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import Recipe
-from quantkit.storage.jsonfile import read_json
 
-#: What the names of a family's recipes end with, best first, and what speaks for each.
+#: Recommended recipes, best first, and what speaks for each.
 WHY = {
     "fp8": "half the size; needs no calibration; fastest on cards with FP8",
     "int8": "half the size; fastest on cards without FP8, as RDNA3 and Ampere",
     "int4": "a quarter of the size, for cards with little memory",
 }
-#: Of the general family there are recipes of these names instead.
-_GENERAL = {"fp8": "fp8", "int8": "int8", "int4": "int4-gptq"}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A bundled recipe that is made for a model, or for any."""
+    """A recommended recipe, with what the model's family sets in it."""
 
     recipe: Recipe
     #: what speaks for it
     why: str
 
 
+def tuned(recipe: Recipe, family: Family) -> Recipe:
+    """Return a recipe with the keys that it leaves to the family of a model; others as they are.
+
+    A key that both set is the recipe's. Of sections that both set the keys are joined, and of
+    overrides the recipe's come last, so that they win.
+    """
+    if recipe.tuned is None:
+        return recipe
+    own = recipe.model_dump(exclude_unset=True, exclude={"tuned"})
+    given = {"calibration": family.calibration, **family.recipes.get(recipe.tuned, {})}
+    joined = {key: _joined(given[key], own[key]) for key in given.keys() & own.keys()}
+    return Recipe.model_validate({**given, **own, **joined})
+
+
+def _joined(given: Any, own: Any) -> Any:
+    if isinstance(given, Mapping) and isinstance(own, Mapping):
+        return {**given, **own}
+    return [*given, *own] if isinstance(given, list) else own
+
+
 def recipes_for(model: Model) -> tuple[Choice, ...]:
-    """Return the bundled recipes for a model, the recommended one first."""
-    component = model.components[0]
-    made = _prefix_of(component.family, read_json(component.path / "config.json"))
-    names = {kind: _GENERAL[kind] if made is None else f"{made}-{kind}" for kind in WHY}
-    known = set(recipe_names())
-    return tuple(Choice(load_recipe(names[k]), why) for k, why in WHY.items() if names[k] in known)
+    """Return the recommended recipes of a model, the best one first."""
+    family = model.components[0].family
+    return tuple(Choice(tuned(load_recipe(name), family), why) for name, why in WHY.items())
 
 
-def chosen_recipe(model: Model) -> Recipe:
-    """Return the recipe of a model for which nobody names one: nothing has to fit all its globs."""
-    return recipes_for(model)[0].recipe.model_copy(update={"unmatched": "ignore"})
-
-
-def recipe_of_class(class_name: str, config: Mapping[str, Any]) -> Recipe:
+def recipe_of_class(class_name: str) -> Recipe:
     """Return the recipe of a denoiser class, without files of it."""
-    made = _prefix_of(find_family(class_name), config)
-    return load_recipe("fp8" if made is None else f"{made}-fp8")
-
-
-def _prefix_of(family: Family, config: Mapping[str, Any]) -> str | None:
-    """Return what the names of the recipes for a denoiser begin with; None: there are none."""
-    if family not in FAMILIES:
-        return None
-    if family.name != "unet":
-        return family.name
-    return "sdxl" if config.get("addition_embed_type") == "text_time" else "sd15"
+    return tuned(load_recipe("fp8"), find_family(class_name))

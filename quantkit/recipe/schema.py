@@ -134,8 +134,9 @@ class Recipe(Strict):
 
     name: Annotated[str, AfterValidator(printable)]
     description: str = ""
-    #: of denoisers that it is made for; others are refused; None: any
-    family: str | None = None
+    #: what the model's family sets for a recipe of this name takes the place of keys that are not
+    #: set here; None: nothing does
+    tuned: Literal["fp8", "int8", "int4", "fp8-gptq", "fp8-sparse-budget"] | None = None
     weight: WeightRecipe = WeightRecipe()
     activation: ActivationRecipe = ActivationRecipe()
     sparsity: SparsityRecipe | None = None
@@ -287,11 +288,30 @@ class Recipe(Strict):
     def with_calibration(self, settings: Mapping[str, Any]) -> "Recipe":
         """Return the recipe with some settings of its calibration section replaced.
 
+        Fewer steps than timestep buckets leave a bucket for each step.
+
         Raises:
             RecipeError: settings that do not go together.
         """
-        section = section_of(CalibrationRecipe, {**self.calibration.model_dump(), **settings})
+        own = self.calibration.model_dump(exclude_unset=True)
+        steps = settings.get("steps")
+        if isinstance(steps, int) and steps < self.calibration.buckets:
+            self._refuse_merging(steps)
+            own["buckets"] = steps
+        section = section_of(CalibrationRecipe, {**own, **settings})
         return self.model_copy(update={"calibration": section})
+
+    def _refuse_merging(self, stored: int) -> None:
+        """Refuse so many buckets of statistics where static scales need others."""
+        for inputs in self._activations:
+            count = inputs.buckets
+            if inputs.mode == "static" and isinstance(count, int) and stored % count:
+                raise RecipeError(
+                    f"{stored} steps: too few for the recipe's {self.calibration.buckets} timestep "
+                    f"buckets, and its activation.buckets {count} do not divide {stored}; take "
+                    f"{self.calibration.buckets} steps or more",
+                    fields=("steps",),
+                )
 
     def refuse_budget(self) -> None:
         """Refuse to carry out a recipe whose treatments are still to be chosen.

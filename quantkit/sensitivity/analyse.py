@@ -99,6 +99,7 @@ def measure_sensitivity(
     )
     result = Sensitivity(
         subject.component.name,
+        subject.component.family.name,
         layers,
         subject.calibration.edges,
         _fixed_bytes(subject),

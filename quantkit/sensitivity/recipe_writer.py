@@ -123,7 +123,7 @@ def _override(
 
 
 def recipe_text(recipe: Recipe, remarks: dict[str, str]) -> str:
-    """Return the recipe as YAML.
+    """Return what the recipe sets, as YAML.
 
     Args:
         recipe: any.
@@ -131,7 +131,7 @@ def recipe_text(recipe: Recipe, remarks: dict[str, str]) -> str:
     """
     import yaml
 
-    values = _ordered(recipe.model_dump(mode="json", exclude_none=True))
+    values = _ordered(recipe.model_dump(mode="json", exclude_none=True, exclude_unset=True))
     overrides: list[dict[str, Any]] = values.pop("overrides", [])
     text = yaml.safe_dump(values, sort_keys=False, width=100)
     if not overrides:

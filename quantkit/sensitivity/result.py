@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.calibration.statistics import edges_of
+from quantkit.models.families import find_family
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.files import staged_file
 from quantkit.storage.jsonfile import as_type, read_measured
 
-#: Version 2 added attention modules; a result without them is still written as version 1.
 SCHEMA, VERSION = "quantkit.sensitivity", 1
 #: The kind of attention modules.
 ATTENTION = "attention"
@@ -91,6 +91,8 @@ class Sensitivity:
 
     #: name of the component in its pipeline; "" for one alone
     component: str
+    #: name of its family, for which recipes are tuned
+    family: str
     layers: tuple[LayerSensitivity, ...]
     #: ascending timesteps between the calibration's buckets
     edges: tuple[float, ...]
@@ -125,7 +127,8 @@ def save_sensitivity(sensitivity: Sensitivity, path: Path, *, force: bool) -> No
 
 def to_json(sensitivity: Sensitivity) -> dict[str, Any]:
     """Return the file's JSON values."""
-    values = {name: getattr(sensitivity, name) for name in ("component", "fixed_bytes")}
+    names = ("component", "family", "fixed_bytes")
+    values = {name: getattr(sensitivity, name) for name in names}
     return {
         "schema": SCHEMA,
         "schema_version": VERSION,
@@ -151,6 +154,7 @@ def load_sensitivity(path: Path) -> Sensitivity:
 def _parsed(values: dict[str, Any]) -> Sensitivity:
     return Sensitivity(
         str(values["component"]),
+        find_family("", str(values["family"])).name,
         tuple(_layer(entry) for entry in values["layers"]),
         edges_of(values["edges"]),
         int(values["fixed_bytes"]),

@@ -125,7 +125,7 @@ class CalibrationPlan:
 def calibrate(
     model: ModelLike,
     *,
-    recipe: RecipeLike | None = None,
+    recipe: RecipeLike = "fp8",
     output: str | Path | None = None,
     prompts: PromptsLike | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
@@ -178,7 +178,7 @@ def calibrate(
 def plan_calibration(
     model: ModelLike,
     *,
-    recipe: RecipeLike | None = None,
+    recipe: RecipeLike = "fp8",
     output: str | Path | None = None,
     prompts: PromptsLike | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
@@ -249,7 +249,7 @@ def merge_calibrations(
 
 def _opened(
     model: ModelLike,
-    recipe: RecipeLike | None,
+    recipe: RecipeLike,
     prompts: PromptsLike | None,
     sampling: Sampling,
     device: str,

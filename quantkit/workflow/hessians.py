@@ -94,7 +94,7 @@ class TakenMoments:
 def calibrate_hessians(
     model: ModelLike,
     *,
-    recipe: RecipeLike | None = None,
+    recipe: RecipeLike = "fp8",
     text_encoders: str | None = None,
     output: str | Path,
     prompts: PromptsLike | None = None,
@@ -135,7 +135,7 @@ def calibrate_hessians(
     """
     source, chosen, texts = _opened(
         model,
-        with_encoders(model, recipe, text_encoders=text_encoders),
+        with_encoders(recipe, text_encoders),
         prompts,
         sampling,
         weighting=weighting,
@@ -159,7 +159,7 @@ def calibrate_hessians(
 def plan_hessians(
     model: ModelLike,
     *,
-    recipe: RecipeLike | None = None,
+    recipe: RecipeLike = "fp8",
     text_encoders: str | None = None,
     prompts: PromptsLike | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
@@ -187,7 +187,7 @@ def plan_hessians(
     """
     source, chosen, _ = _opened(
         model,
-        with_encoders(model, recipe, text_encoders=text_encoders),
+        with_encoders(recipe, text_encoders),
         prompts,
         sampling,
         weighting=weighting,
@@ -236,7 +236,7 @@ def _check_output(output: Path, source: Model, plan: MomentPlan, *, force: bool)
 
 def _opened(
     model: ModelLike,
-    recipe: RecipeLike | None,
+    recipe: RecipeLike,
     prompts: PromptsLike | None,
     sampling: Sampling,
     *,
@@ -246,6 +246,6 @@ def _opened(
     texts = as_prompts(prompts)
     count = sampling.wanted(texts, given=prompts is not None)
     source, chosen = opened(model, recipe)
-    refuse_unmatched_encoders(chosen, name_of(recipe or chosen), source)
+    refuse_unmatched_encoders(chosen, name_of(recipe), source)
     chosen = sampling.apply(chosen, prompts=count, weighting=weighting, row_share=row_share)
     return source, chosen, texts

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 from quantkit.errors import ModelError
-from quantkit.models.recipe_check import refuse_misfit
-from quantkit.models.recommended import chosen_recipe
+from quantkit.models.recipe_check import refuse_unmatched
+from quantkit.models.recommended import tuned
 from quantkit.models.source import Model, SingleFile, open_model
 from quantkit.models.treated import recipe_of
 from quantkit.recipe.fields import section_of
@@ -53,61 +53,50 @@ def as_recipe(recipe: RecipeLike) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
 
 
-def of_any_family(recipe: RecipeLike) -> Recipe:
-    """Return the recipe for models of any family, whatever its globs name.
+def opened(model: ModelLike, recipe: RecipeLike) -> tuple[Model, Recipe]:
+    """Return both, opened, which fit each other; the recipe is tuned for the model's family.
 
-    Args:
-        recipe: a bundled name, a YAML file, or opened.
-
-    Returns:
-        what other functions take as a recipe, for any model.
-
-    Raises:
-        RecipeError: as ``load_recipe``.
-    """
-    return as_recipe(recipe).model_copy(update={"family": None, "unmatched": "ignore"})
-
-
-def opened(model: ModelLike, recipe: RecipeLike | None) -> tuple[Model, Recipe]:
-    """Return both, opened, which fit each other.
-
-    The recipe is read first: a mistake in it should not show after a download. Without one, that is
-    taken which is recommended for the model.
+    The recipe is read first: a mistake in it should not show after a download.
 
     Raises:
         ModelError: as ``open_model``.
-        RecipeError: as ``load_recipe`` and ``refuse_misfit``.
+        RecipeError: as ``load_recipe`` and ``fitted``.
     """
-    if recipe is None:
-        source = as_model(model)
-        return source, recipe_of(source, chosen_recipe(source))
     chosen = as_recipe(recipe)
     source = as_model(model)
-    chosen = recipe_of(source, chosen)
-    refuse_misfit(chosen, name_of(recipe), source)
-    return source, chosen
+    return source, fitted(chosen, name_of(recipe), source)
 
 
-def with_encoders(
-    model: ModelLike, recipe: RecipeLike | None, *, text_encoders: str | None
-) -> RecipeLike | None:
+def fitted(recipe: Recipe, where: str, model: Model) -> Recipe:
+    """Return the recipe as the model's layers follow it.
+
+    Args:
+        recipe: any.
+        where: what messages call it.
+        model: a pipeline, a denoiser or a text encoder.
+
+    Raises:
+        RecipeError: as ``recipe_of`` and ``refuse_unmatched``.
+    """
+    own = recipe_of(model, recipe)
+    refuse_unmatched(own, where, model)
+    return tuned(own, model.components[0].family)
+
+
+def with_encoders(recipe: RecipeLike, text_encoders: str | None) -> RecipeLike:
     """Return the recipe, text encoders packed as a short name says if there is one.
 
     Args:
-        model: whose recommended recipe is taken where there is none.
-        recipe: None: the recommended one.
+        recipe: a bundled name, a YAML file, or opened.
         text_encoders: a name in ENCODER_FORMATS; None: as the recipe says.
 
     Returns:
         what other functions take as a recipe.
 
     Raises:
-        InputError: as ``opened``; another name.
+        RecipeError: as ``load_recipe``; another name.
     """
-    if text_encoders is None:
-        return recipe
-    chosen = chosen_recipe(as_model(model)) if recipe is None else as_recipe(recipe)
-    return chosen.with_text_encoders(text_encoders)
+    return recipe if text_encoders is None else as_recipe(recipe).with_text_encoders(text_encoders)
 
 
 def name_of(recipe: RecipeLike) -> str:

@@ -9,6 +9,8 @@ import torch
 
 from quantkit.errors import RecipeError
 from quantkit.eval.generation import GenerationSettings, choose_prompts, make_settings
+from quantkit.models.families import find_family
+from quantkit.models.recommended import tuned
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
 from quantkit.recipe.fields import section_of
@@ -138,7 +140,8 @@ def optimize(
     path = as_path(output)
     if path is not None:
         check_file(path, force=force)
-    base, measured = as_recipe(recipe), _opened(sensitivity)
+    measured = _opened(sensitivity)
+    base = tuned(as_recipe(recipe), find_family("", measured.family))
     wanted = _budget(base, budget)
     trials: tuple[Trial, ...] = ()
     if wanted.ssim is None:

@@ -45,7 +45,7 @@ def pack(
     model: ModelLike,
     *,
     output: str | Path,
-    recipe: RecipeLike | None = None,
+    recipe: RecipeLike = "fp8",
     calibration: CalibrationLike | None = None,
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,
@@ -79,9 +79,7 @@ def pack(
     Raises:
         InputError: anything that is wrong with the input; ``output`` is as it was.
     """
-    source, chosen = _opened(
-        model, with_encoders(model, recipe, text_encoders=text_encoders), Path(output), force=force
-    )
+    source, chosen = _opened(model, with_encoders(recipe, text_encoders), Path(output), force=force)
     task = _PackInputs.of(source, chosen, calibration, masks, hessians)
     return packing.pack(
         task.model,
@@ -100,7 +98,7 @@ def plan_pack(
     model: ModelLike,
     *,
     output: str | Path,
-    recipe: RecipeLike | None = None,
+    recipe: RecipeLike = "fp8",
     calibration: CalibrationLike | None = None,
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,
@@ -129,9 +127,7 @@ def plan_pack(
     Raises:
         InputError: anything that is wrong with the input.
     """
-    source, chosen = _opened(
-        model, with_encoders(model, recipe, text_encoders=text_encoders), Path(output), force=force
-    )
+    source, chosen = _opened(model, with_encoders(recipe, text_encoders), Path(output), force=force)
     task = _PackInputs.of(source, chosen, calibration, masks, hessians)
     missing = dry_run.missing_artefacts(
         task.recipe, calibration=task.calibration, masks=task.masks, hessians=task.hessians
@@ -152,11 +148,11 @@ def plan_pack(
 
 
 def _opened(
-    model: ModelLike, recipe: RecipeLike | None, output: Path, *, force: bool
+    model: ModelLike, recipe: RecipeLike, output: Path, *, force: bool
 ) -> tuple[Model, Recipe]:
     """Return model and recipe; refuse an output that could not be written."""
     source, chosen = opened(model, recipe)
-    refuse_unmatched_encoders(chosen, name_of(recipe or chosen), source)
+    refuse_unmatched_encoders(chosen, name_of(recipe), source)
     refuse_overlap(output, source.path)
     check_directory(output, kind=packing.KIND, force=force)
     return source, chosen

@@ -4,11 +4,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.models.recommended import chosen_recipe, recipes_for
+from quantkit.models.recommended import recipes_for
 from quantkit.packing.dry_run import forecast_pack, missing_artefacts
 from quantkit.recipe.load import load_recipe, recipe_names
 from quantkit.recipe.schema import Recipe
-from quantkit.workflow.inputs import ModelLike, as_model
+from quantkit.sensitivity import recipe_writer
+from quantkit.workflow.inputs import ModelLike, RecipeLike, as_model, as_recipe, opened
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,6 @@ class Listed:
 
     name: str
     description: str
-    #: of denoisers that it is made for; None: any
-    family: str | None
     #: arguments of ``pack`` that it needs
     needs: tuple[str, ...]
     #: what speaks for it, of a model that it was listed for
@@ -30,8 +29,7 @@ class Listed:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         values: dict[str, Any] = {
-            "name": self.name, "description": self.description, "family": self.family,
-            "needs": list(self.needs),
+            "name": self.name, "description": self.description, "needs": list(self.needs),
         }  # fmt: skip
         if self.why:
             sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
@@ -40,7 +38,7 @@ class Listed:
 
 
 def recipes(model: ModelLike | None = None) -> tuple[Listed, ...]:
-    """Return the bundled recipes; with a model those that are made for it, the best one first.
+    """Return the bundled recipes; with a model the recommended ones, the best one first.
 
     Args:
         model: a pipeline's or component's directory, a hub id, or opened; None: list all.
@@ -55,8 +53,8 @@ def recipes(model: ModelLike | None = None) -> tuple[Listed, ...]:
         return tuple(_listed(load_recipe(name)) for name in recipe_names())
     source, found = as_model(model), []
     for choice in recipes_for(source):
-        ignoring = choice.recipe.model_copy(update={"unmatched": "ignore"})
-        planned = forecast_pack(source, ignoring, Path("packed"), missing=()).summary.components
+        forecast = forecast_pack(source, choice.recipe, Path("packed"), missing=())
+        planned = forecast.summary.components
         row = replace(
             _listed(choice.recipe),
             why=choice.why,
@@ -67,23 +65,25 @@ def recipes(model: ModelLike | None = None) -> tuple[Listed, ...]:
     return tuple(found)
 
 
-def recipe_for(model: ModelLike) -> tuple[Recipe, str]:
-    """Return the recipe that is taken for a model where nobody names one, and what for.
+def recipe_text(recipe: RecipeLike, model: ModelLike | None = None) -> str:
+    """Return a recipe as YAML, to be saved and changed.
 
     Args:
-        model: a pipeline's or component's directory, a hub id, or opened.
+        recipe: a bundled name, a YAML file, or opened.
+        model: a pipeline's or component's directory, a hub id, or opened, for whose family it is
+            tuned; None: as it stands.
 
     Returns:
-        the recipe; and the class and family of the denoiser that it was chosen for.
+        what the recipe sets.
 
     Raises:
         ModelError: the model cannot be used.
+        RecipeError: as ``load_recipe``; a glob that matches no layer of the model.
     """
-    source = as_model(model)
-    component = source.components[0]
-    return chosen_recipe(source), f"{component.class_name}, of the {component.family.name} family"
+    chosen = as_recipe(recipe) if model is None else opened(model, recipe)[1]
+    return recipe_writer.recipe_text(chosen, {})
 
 
 def _listed(recipe: Recipe) -> Listed:
     needs = missing_artefacts(recipe, calibration=None, masks=None, hessians=None)
-    return Listed(recipe.name, recipe.description, recipe.family, needs)
+    return Listed(recipe.name, recipe.description, needs)

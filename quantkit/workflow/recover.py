@@ -39,7 +39,7 @@ def recover(
     *,
     output: str | Path,
     method: str = "distill",
-    recipe: RecipeLike | None = None,
+    recipe: RecipeLike = "fp8",
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,
     prompts: PromptsLike | None = None,
@@ -125,7 +125,7 @@ def plan_recovery(
     model: ModelLike,
     *,
     method: str = "distill",
-    recipe: RecipeLike | None = None,
+    recipe: RecipeLike = "fp8",
     masks: MasksLike | None = None,
     training: Training = Training(),  # noqa: B008  frozen
 ) -> RecoveryPlan:

@@ -22,7 +22,6 @@ from quantkit.eval.generation import GenerationSettings, choose_unseen
 from quantkit.eval.range_map import map_ranges
 from quantkit.eval.report import write_report
 from quantkit.eval.result import Report
-from quantkit.models.recipe_check import refuse_misfit
 from quantkit.models.source import Model, SingleFile
 from quantkit.packing import pack as packing
 from quantkit.packing.dry_run import Forecast, forecast_pack
@@ -43,7 +42,15 @@ from quantkit.storage.system import make_folders
 from quantkit.workflow.build import HESSIAN_MEMORY, PACKED, build, refuse_search
 from quantkit.workflow.evaluate import EvaluationSettings, baseline_of
 from quantkit.workflow.hessians import MomentPlan, moments_of
-from quantkit.workflow.inputs import ModelLike, RecipeLike, as_model, as_prompts, as_recipe, name_of
+from quantkit.workflow.inputs import (
+    ModelLike,
+    RecipeLike,
+    as_model,
+    as_prompts,
+    as_recipe,
+    fitted,
+    name_of,
+)
 from quantkit.workflow.run_record import LOG, RECORD, RunRecord, logged
 
 _log = logging.getLogger(__name__)
@@ -251,7 +258,7 @@ class _RunInputs:
         name = str(opened.path if opened else model)
         found = require_pipeline(opened or name)
         source = opened or found
-        refuse_misfit(chosen, name_of(recipe), source)
+        chosen = fitted(chosen, name_of(recipe), source)
         _check_outputs(Path(output), chosen, source, force=force)
         return cls(name, opened or name, source, chosen, Path(output))
 

@@ -63,7 +63,7 @@ def measure_sensitivity(
     model: ModelLike,
     *,
     calibration: str | Path,
-    recipe: RecipeLike | None = None,
+    recipe: RecipeLike = "fp8",
     output: str | Path | None = None,
     hessians: HessiansLike | None = None,
     plot: str | Path | None = None,

@@ -64,7 +64,7 @@ def masks_to_json(masks: MaskSet, written: Path | None) -> dict[str, Any]:
 def sparsify(
     model: ModelLike,
     *,
-    recipe: RecipeLike | None = None,
+    recipe: RecipeLike = "fp8",
     output: str | Path | None = None,
     calibration: CalibrationLike | None = None,
     hessians: HessiansLike | None = None,

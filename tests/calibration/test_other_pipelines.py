@@ -32,7 +32,7 @@ def wan(tmp_path_factory):
         yield path
 
 
-@pytest.mark.parametrize("name", ["wan-int8", "wan-int4"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
 def test_both_experts_of_a_video_pipeline_are_packed(wan, tmp_path, name):
     settings = {"prompts": ["a cat", "a dog"], "recipe": name, "device": "cpu"}
     sampling = quantkit.Sampling(steps=4, batch=1)

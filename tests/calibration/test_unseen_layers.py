@@ -109,7 +109,7 @@ def rounded(recipe):
 
 def test_moments_of_unseen_layers_are_no_moments(model, tmp_path):
     taken = calibrate_hessians(
-        model, recipe="int4-gptq", output=tmp_path / "hessians",
+        model, recipe="int4", output=tmp_path / "hessians",
         sampling=quantkit.Sampling(count=1, steps=10),
     )  # fmt: skip
     unseen = taken.hessians.unseen["unet"]

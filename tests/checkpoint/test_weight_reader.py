@@ -14,6 +14,7 @@ from quantkit.checkpoint.weight_reader import SourceTensor
 from quantkit.errors import NonFiniteError
 from quantkit.packing import writer
 from quantkit.packing.config_files import write_index
+from quantkit.storage.system import read_into
 from quantkit.storage.tensorfile import read_header
 
 
@@ -46,9 +47,9 @@ def test_blocks_are_as_many_rows_as_fit(opened, elements, counts):
 
 
 def test_a_read_that_gives_less_than_asked_goes_on(opened, monkeypatch):
-    read = weight_reader.read_into
-    few = lambda file, view, at: read(file, view[:20], at)  # noqa: E731
-    monkeypatch.setattr(weight_reader, "read_into", few)
+    monkeypatch.setattr(
+        weight_reader, "read_into", lambda file, view, at: read_into(file, view[:20], at)
+    )
     weight = torch.arange(7 * 16).reshape(7, 16).float()
     blocks = [rows.clone() for _, rows in opened(weight).blocks(elements=48)]
     assert torch.equal(torch.cat(blocks), weight)

@@ -493,6 +493,8 @@ def test_the_manifest_says_what_a_convolution_relies_on(tmp_path):
     assert dense[:4] == (
         *("channels >= 64", "channels % 16 == 0", "k % channels == 0", "k // channels <= 32"),
     )
+    # Offsets into a picture are 32-bit integers.
+    assert dense[4].endswith(f" <= {2**31 - 1}")
     shape = {"m": 16, "k": 9 * 64, "height": 4, "width": 4, "out_height": 4, "out_width": 4}
     for channels, taken in ((64, True), (32, False), (72, False)):
         known = {**shape, "channels": channels, "k": 9 * channels}

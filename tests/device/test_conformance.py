@@ -12,6 +12,7 @@ from quantkit.device import compilers, log
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.table import OPS
+from quantkit.errors import KernelError
 from quantkit.inference.operators import OVERLOADS
 from tests.support.kernel_cases import covering_variants, need
 
@@ -84,6 +85,17 @@ def test_the_table_says_the_shapes_of_all_operands(op):
     given = [(a, tuple(t.shape)) for a, t in zip(read, operands, strict=True) if t is not None]
     for argument, shape in (*given, *zip(written, made, strict=True)):
         assert shape in alternatives(argument.shape, known), argument
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_operands_of_two_devices_are_refused(op):
+    variant = covering_variants(op, pairs=False)[0]
+    operands, options = op.sample(variant, SIZES[3], torch.Generator().manual_seed(1))
+    for index, tensor in enumerate(operands[1:], 1):
+        if tensor is not None:
+            moved = (*operands[:index], tensor.to("meta"), *operands[index + 1 :])
+            with pytest.raises(KernelError, match=r" is on (meta, x is on cpu|cpu, .* meta)"):
+                op.check(op, moved, options)
 
 
 def alternatives(text, known):

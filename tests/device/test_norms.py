@@ -177,8 +177,9 @@ def test_nan_stays_in_its_group_in_16_bit():
         (lambda o: o[2][:, :3], ShapeError, "3 groups of 40"),
         (lambda o: torch.cat([o[2], o[2]], dim=2), ShapeError, "partials"),
         (lambda o: o[2].double(), KernelError, "partials"),
+        (lambda o: o[2].flatten(), ShapeError, "0 groups"),
     ],
-    ids=["groups", "chunks", "dtype"],
+    ids=["groups", "chunks", "dtype", "flat"],
 )
 def test_moments_of_another_picture_are_refused(change, error, text):
     x, added, w, b = picture_operands(torch.float32, 1, 70, 40)

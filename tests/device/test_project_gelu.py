@@ -175,6 +175,15 @@ def test_the_sample_has_every_kind_of_operand():
         assert {case.others[place] is None for case in cases} == {True, False}
 
 
+@pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.name)
+def test_sizes_tell_whether_anything_is_smoothed(op):
+    """Hopper has kernels of their own for either."""
+    for m in (5, 6):
+        operands, options = op.sample(telling(op), (m, 3, 96), torch.Generator().manual_seed(1))
+        smooth = operands[[argument.name for argument in op.args].index("smooth")]
+        assert op.check(op, operands, options).sizes["changes"] == (smooth is not None) == m % 2
+
+
 def spoiled(case, **changes):
     names = ("beside", "smooth", "scale")
     others = {**dict(zip(names, case.others, strict=True)), **changes}

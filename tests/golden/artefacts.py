@@ -18,6 +18,9 @@ from typing import Any
 
 from quantkit.calibration.statistics import Calibration
 from quantkit.errors import InputError
+from quantkit.models.families import find_family
+from quantkit.models.general_family import GENERAL
+from quantkit.models.recommended import WHY, tuned
 from quantkit.recipe.load import load_recipe, recipe_names
 from quantkit.recipe.schema import Recipe
 from tests.golden import digests
@@ -45,11 +48,9 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 
-#: Generic recipes whose names in families are shorter.
-_SHORT = {"int4-gptq": "int4"}
-#: Models of no family: packed with every generic recipe.
-_GENERAL = ("general-unet", "general-dit")
-#: Models whose files other programs read, and the generic recipes that are made for those.
+#: Models whose family is called otherwise.
+_FAMILIES = {"sd15": "unet", "sdxl": "unet", "general-unet": "general", "general-dit": "general"}
+#: Models whose files other programs read, and the recipes that are made for those.
 _EXPORTED = ("sd15", "sdxl", "sd3", "flux")
 _FOR_EXPORT = ("comfyui", "comfyui-int8", "gguf")
 #: Of a quick run: the model with every recipe, and what is exported and calibrated.
@@ -59,22 +60,15 @@ _QUICK_PIPELINES = ("sd15",)
 _PROMPTS = ("a red circle", "two blue squares", "a tree", "a small house")
 
 
-def generic_names() -> tuple[str, ...]:
-    """Return the recipes for models of any family."""
-    return tuple(name for name in recipe_names() if load_recipe(name).family is None)
+def recipe_for(model: str, name: str) -> Recipe | None:
+    """Return a bundled recipe, tuned for a model's family; None: the row would say nothing new.
 
-
-def recipe_for(model: str, generic: str) -> Recipe | None:
-    """Return the recipe of a model's family by the generic's name; None: the row would say nothing.
-
-    A model of no family, and one that is exported, takes the generic one.
+    Models of the general family take every recipe, those of others the recommended ones, and those
+    that are exported all tuned recipes and those for export.
     """
-    own = f"{model}-{_SHORT.get(generic, generic)}"
-    if own in recipe_names():
-        return load_recipe(own)
-    if model in _GENERAL or (model in _EXPORTED and generic in _FOR_EXPORT):
-        return load_recipe(generic)
-    return None
+    family, recipe = find_family("", _FAMILIES.get(model, model)), load_recipe(name)
+    exported = model in _EXPORTED and (recipe.tuned is not None or name in _FOR_EXPORT)
+    return tuned(recipe, family) if family == GENERAL or exported or name in WHY else None
 
 
 @dataclass(frozen=True)
@@ -128,7 +122,7 @@ def rows(made: Made, *, quick: bool = False) -> Iterator[tuple[str, str]]:
         quick: without most second moments, exports and runs.
     """
     for model in DENOISERS:
-        for generic in generic_names():
+        for generic in recipe_names():
             recipe = recipe_for(model, generic)
             if recipe is not None and not (quick and _is_slow(model, recipe)):
                 yield from _of_recipe(made, model, generic, recipe)
@@ -232,7 +226,7 @@ def _calibrated(model: Path, output: Path) -> str:
 def _observed(model: Path, output: Path) -> str:
     from quantkit.workflow.hessians import calibrate_hessians
 
-    recipe = load_recipe("int4-gptq").with_calibration({"buckets": 2, "row_share": 0.5})
+    recipe = load_recipe("int4").with_calibration({"buckets": 2, "row_share": 0.5})
     calibrate_hessians(model, recipe=recipe, output=output, **_sampled())
     return digests.of_files(*sorted(output.rglob("*.safetensors")))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quantkit.recipe.load import recipe_names
 from tests.golden import artefacts, digests, kernels
 from tests.golden.made import DENOISERS
 from tests.golden.table import differences
@@ -61,7 +62,7 @@ def test_the_table_has_a_row_for_each_bundled_recipe():
     missing = [
         f"{model}/{generic}"
         for model in DENOISERS
-        for generic in artefacts.generic_names()
+        for generic in recipe_names()
         if artefacts.recipe_for(model, generic) and f"{model}/{generic}" not in packed
     ]
     assert not missing, f"no rows of {', '.join(missing)}: {artefacts.RENEW}"

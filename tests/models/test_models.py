@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import ModelError, RecipeError, ShapeError
-from quantkit.models.families import FAMILIES, GENERAL, find_family
+from quantkit.models.families import FAMILIES, find_family
+from quantkit.models.general_family import GENERAL
 from quantkit.models.layer_plan import choose_edges, plan_layers
 from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model

@@ -114,7 +114,7 @@ def _try_group(name, group, options):
     equivalent = [m for m in sample if (m.path, *diffs[m]) in known]
     tried = [m for m in sample if m not in equivalent]
     # Of trials: a change that asks for more is noticed. Files that are mapped do not count.
-    memory = group.get("gigabytes", 8) << 30
+    memory = group.get("gigabytes", 16) << 30
     resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))
     baseline = _baseline(name, group["tests"], paths)
     started = monotonic()

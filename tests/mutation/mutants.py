@@ -17,8 +17,8 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 #: Nodes of parso's tree inside which nothing is changed.
 _LEFT_OUT = {"assert_stmt", "raise_stmt", "annassign", "tfpdef"}
-#: Functions that draw operands.
-_DRAWN = re.compile("_?sampl(e|ing)(_.*)?")
+#: Functions and classes that draw operands.
+_SAMPLES = re.compile("_?[Ss]ampl.*")
 #: Where a statement begins: what a test ran of it is told by its lines.
 _STATEMENTS = {"simple_stmt", "funcdef", "classdef", "decorator"}
 #: Operators whose changes change nothing.
@@ -94,8 +94,8 @@ def _is_left_out(node):
 
 def _is_of_trials(node):
     """Tell a function that draws operands, and what a Budget grants."""
-    if node.type == "funcdef":
-        return _DRAWN.fullmatch(node.name.value) is not None
+    if node.type in {"funcdef", "classdef"}:
+        return _SAMPLES.fullmatch(node.name.value) is not None
     return node.type == "atom_expr" and getattr(node.children[0], "value", "") == "Budget"
 
 

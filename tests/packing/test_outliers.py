@@ -103,7 +103,7 @@ def pack(model, original, prompts, tmp_path_factory):
             open_model(str(model)),
             recipe,
             output,
-            calibration=calibration("int8") if calibrated else None,
+            calibration=calibration("int8-token") if calibrated else None,
             masks=None,
             threads=2,
             force=False,
@@ -128,8 +128,8 @@ def test_the_rewritten_pipeline_has_the_same_function(original, prompts):
 
 
 def test_int8_holds_outliers_as_its_recipe_packs_them(pack):
-    plain = load_recipe("int8").model_copy(update={"smooth": None, "data_free": True})
+    plain = load_recipe("int8-token").model_copy(update={"smooth": None, "data_free": True})
     blind = plain.model_copy(update={"weight": plain.weight.model_copy(update={"fallback": None})})
     # Measured: .968 and .997, and .969 in FP8.
     assert pack(blind, calibrated=False) < 0.98
-    assert pack("int8", calibrated=True) >= 0.99
+    assert pack("int8-token", calibrated=True) >= 0.99

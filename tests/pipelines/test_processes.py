@@ -269,7 +269,7 @@ CHANGES = {
     "batch": (("--batch", "1"), "batch was 2 and is 1;"),
     "guidance": (("--guidance", "1.5"), r"guidance was nothing and is 1\.5;"),
     "prompts": (("--count", "4"), r"prompts was [0-9a-f]{12}\.\.\. and is [0-9a-f]{12}\.\.\.;"),
-    "layers": (("-r", "sd3-fp8"), r"model was [0-9a-f]{12}\.\.\. and is"),
+    "layers": (("-r", "fp8"), r"model was [0-9a-f]{12}\.\.\. and is"),
 }
 
 

@@ -83,7 +83,7 @@ INNER = {
     "settings_of", "require_packed", "refuse_unknown", "moments_of", "baseline_of", "limits_of",
     "files_of", "usual_threads", "refuse_search", "build", "adapt", "search_ssim",
     "predicted_errors", "is_packed", "packed_source", "dense_source", "planned_source",
-    "quantized_source", "refuse_other_formats", "refuse_rest", "logged", "watched",
+    "quantized_source", "fitted", "refuse_other_formats", "refuse_rest", "logged", "watched",
 }  # fmt: skip
 
 
@@ -190,12 +190,12 @@ def test_errors_keep_their_fields_between_processes():
     [
         ({"steps": 0}, "^steps: .* found 0"),
         ({"batch": "many"}, "^batch: .* found 'many'"),
-        ({"steps": 2}, "buckets 4: more than the 2 steps"),
+        ({"steps": 2}, "^2 steps: too few for the recipe's 4 timestep buckets"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, words):
     with pytest.raises(RecipeError, match=words):
-        quantkit.Sampling(**settings).apply(quantkit.load_recipe("fp8"))
+        quantkit.Sampling(**settings).apply(quantkit.load_recipe("fp8-buckets"))
 
 
 def test_masks_and_budgets_out_of_range_are_refused(pipeline_dir):

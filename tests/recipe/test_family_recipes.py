@@ -1,4 +1,4 @@
-"""The recipes made for families: dry on the published models, and for real on narrow ones."""
+"""Tuned recipes: dry on published models of their families, and for real on narrow ones."""
 
 import json
 from typing import Any
@@ -9,6 +9,8 @@ from click.testing import CliRunner
 
 import quantkit
 from quantkit.cli import quantkit as command
+from quantkit.models.families import find_family
+from quantkit.models.recommended import tuned
 from quantkit.models.source import open_model
 from quantkit.pipelines.batches import split_batches
 from quantkit.pipelines.running import load_pipeline, run_batch
@@ -35,22 +37,29 @@ FAMILIES = {
     ),
     "flux": ("flux1_dev", "FluxPipeline", pipelines.tiny_flux_pipeline, 504, 494, 502),
 }
-RECIPES = [name for name in recipe_names() if name.partition("-")[0] in FAMILIES]
-CALIBRATED = [name for name in RECIPES if load_recipe(name).needs_calibration]
+TUNED = [name for name in recipe_names() if load_recipe(name).tuned]
+CASES = [(family, name) for family in FAMILIES for name in TUNED]
+CALIBRATED = [(family, name) for family, name in CASES if load_recipe(name).needs_calibration]
 #: Bytes of the result, as shares of those of 16 bit: codes, and scales and 16-bit layers.
 SHARES = {"int4": (0.25, 0.29)}
 
 
-def needs(name):
+def recipe_of(family, name):
+    """Return a recipe as models of the family take it."""
+    row = {"sd15": "unet", "sdxl": "unet"}.get(family, family)
+    return tuned(load_recipe(name), find_family("", row))
+
+
+def needs(recipe):
     """Return what packing by the recipe needs."""
-    wanted = [("calibration", name in CALIBRATED), ("hessians", load_recipe(name).needs_hessians)]
+    wanted = [("calibration", recipe.needs_calibration), ("hessians", recipe.needs_hessians)]
     return [what for what, needed in wanted if needed]
 
 
-def layers_of(name):
+def layers_of(family, recipe):
     """Return how many layers the family's model has, and how many the recipe packs."""
-    *_, layers, packed, with_kept = FAMILIES[name.partition("-")[0]]
-    return layers, packed if load_recipe(name).kept is None else with_kept
+    *_, layers, packed, with_kept = FAMILIES[family]
+    return layers, packed if recipe.kept is None else with_kept
 
 
 PROMPTS = ("a cat", "a red dog")
@@ -82,11 +91,6 @@ def weight_bytes(family):
     return sum(2 * torch.Size(shape).numel() for shape in keys["tensors"].values())
 
 
-def test_every_family_has_a_recipe_of_each_kind():
-    kinds = ("fp8", "fp8-gptq", "fp8-sparse-budget", "int4", "int8")
-    assert sorted(RECIPES) == sorted(f"{family}-{kind}" for family in FAMILIES for kind in kinds)
-
-
 def test_published_models_take_no_disk(published):
     for family, path in published.items():
         (file,) = path.rglob("*.safetensors")
@@ -94,30 +98,30 @@ def test_published_models_take_no_disk(published):
         assert file.stat().st_blocks * 512 < 1 << 20
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_pack_runs_dry_on_the_published_model(published, tmp_path, name):
-    family = name.partition("-")[0]
-    layers, packed = layers_of(name)
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_pack_runs_dry_on_the_published_model(published, tmp_path, family, name):
+    recipe = recipe_of(family, name)
+    layers, packed = layers_of(family, recipe)
     plan = called("pack", published[family], "-r", name, "-o", tmp_path / "o", "-n")
     assert plan["written"] is False
     assert len(plan["layers"]) == layers
     assert sum(layer["scheme"] is not None for layer in plan["layers"]) == packed
     assert weight_bytes(family) < plan["bytes_before"] < 1.01 * weight_bytes(family)
-    least, largest = SHARES.get(name.partition("-")[2], (0.5, 0.53))
+    least, largest = SHARES.get(name, (0.5, 0.53))
     assert least < plan["bytes_after"] / plan["bytes_before"] < largest
     most = plan.get("sparsest")
     assert (most is not None) == name.endswith("-budget")
     if most is not None:
         # 2:4 takes half the codes and an eighth of a byte for each: 3/8 of 16 bits in all.
         assert 0.3 < most["bytes_after"] / plan["bytes_before"] < 0.4
-    assert plan.get("missing", []) == needs(name)
+    assert plan.get("missing", []) == needs(recipe)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
-def test_calibrations_run_dry_on_the_published_model(published, tmp_path, name):
-    family = name.partition("-")[0]
-    recipe, (_, packed) = load_recipe(name), layers_of(name)
+@pytest.mark.parametrize(("family", "name"), CALIBRATED)
+def test_calibrations_run_dry_on_the_published_model(published, tmp_path, family, name):
+    recipe = recipe_of(family, name)
+    _, packed = layers_of(family, recipe)
     arguments = (published[family], "-r", name, "-o", tmp_path / "o", "-n")
     plan = called("calibrate", "model", *arguments)
     (entry,) = plan["components"].values()
@@ -130,11 +134,10 @@ def test_calibrations_run_dry_on_the_published_model(published, tmp_path, name):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_run_runs_dry_on_the_published_model(published, tmp_path, name):
-    family = name.partition("-")[0]
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_run_runs_dry_on_the_published_model(published, tmp_path, family, name):
     plan = called("run", name, published[family], "-o", tmp_path / "o", "-n")
-    assert ("hessians/" in plan["files"]) == ("hessians" in needs(name))
+    assert ("hessians/" in plan["files"]) == load_recipe(name).needs_hessians
     assert ("masks.safetensors" in plan["files"]) == name.endswith("-budget")
     dry = called("pack", published[family], "-r", name, "-o", tmp_path / "o", "-n")
     assert plan["packed"]["bytes_after"] == dry["bytes_after"]
@@ -142,7 +145,7 @@ def test_run_runs_dry_on_the_published_model(published, tmp_path, name):
 
 
 def test_dry_runs_are_told_in_words(published, tmp_path):
-    name, path, output = "flux-fp8-sparse-budget", published["flux"], tmp_path / "o"
+    name, path, output = "fp8-sparse-budget", published["flux"], tmp_path / "o"
     text = CliRunner().invoke(command, ["run", name, str(path), "-o", str(output), "-n"]).output
     assert "494 layers packed, 0 of them sparse, 10 kept in 16 bit: 23,80" in text
     assert "with all 418 layers masked that may be: " in text
@@ -152,9 +155,8 @@ def test_dry_runs_are_told_in_words(published, tmp_path):
 
 
 def test_modulation_is_weights_alone_and_never_sparse(published, tmp_path):
-    for name in ("flux-fp8-sparse-budget", "sd3-fp8-gptq"):
-        path = published[name.partition("-")[0]]
-        plan = called("pack", path, "-r", name, "-o", tmp_path / "o", "-n")
+    for family, name in (("flux", "fp8-sparse-budget"), ("sd3", "fp8-gptq")):
+        plan = called("pack", published[family], "-r", name, "-o", tmp_path / "o", "-n")
         schemes = {
             layer["name"]: layer["scheme"]
             for layer in plan["layers"]
@@ -191,9 +193,9 @@ def taken(narrow, tmp_path_factory):
     def get(family):
         if family not in made:
             # The recipe that packs most layers, and so observes them.
-            name = f"{family}-int4"
-            run: tuple[Any, ...] = (narrow(family), "-r", name, "--prompts", prompts, "--batch", 2)
-            run += ("--steps", load_recipe(name).calibration.buckets, "--device", "cpu", "-o")
+            run: tuple[Any, ...] = (narrow(family), "-r", "int4", "--prompts", prompts)
+            steps = recipe_of(family, "int4").calibration.buckets
+            run += ("--batch", 2, "--steps", steps, "--device", "cpu", "-o")
             statistics, moments = root / f"{family}.safetensors", root / family
             called("calibrate", "model", *run, statistics)
             called("calibrate", "hessian", *run, moments)
@@ -211,10 +213,10 @@ def latents(pipe):
     return run_batch(pipe, batch, settings).float()
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
-def test_whole_path_on_a_narrow_model(narrow, taken, tmp_path, name):
+@pytest.mark.parametrize(("family", "name"), CALIBRATED)
+def test_whole_path_on_a_narrow_model(narrow, taken, tmp_path, family, name):
     """Calibrate, take moments, choose masks, pack, verify, load, run."""
-    family, recipe = name.partition("-")[0], load_recipe(name)
+    recipe = recipe_of(family, name)
     model, given, masked = narrow(family), taken(family), []
     dry = called("pack", model, "-r", name, "-o", tmp_path / PACKED, "-n")
     if recipe.sparsity is not None:

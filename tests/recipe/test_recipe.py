@@ -13,6 +13,7 @@ from quantkit import resources
 from quantkit.calibration.observers import OBSERVERS
 from quantkit.errors import RecipeError
 from quantkit.models.layer_plan import plan_layers
+from quantkit.models.recommended import tuned
 from quantkit.models.source import open_model
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.fields import matches
@@ -23,26 +24,6 @@ from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
 from quantkit.workflow.inputs import opened
 from tests.golden.make_keys import MODELS
 from tests.support.headers import golden_keys, write_component
-
-#: The recipes that are for one kind of model; the others suit all.
-MADE_FOR = {
-    f"{family}-{kind}": models
-    for kind in ("fp8", "fp8-gptq", "fp8-sparse-budget", "int8", "int4")
-    for family, models in {
-        "sd15": ("sd15",),
-        "sdxl": ("sdxl",),
-        "sd3": ("sd3_medium", "sd35_medium", "sd35_large"),
-        "flux": ("flux1_dev",),
-        "pixart": ("pixart_sigma",),
-        "sana": ("sana_1600m",),
-        "flux2": ("flux2_dev",),
-        "chroma": ("chroma1_hd",),
-        "qwenimage": ("qwen_image",),
-        "zimage": ("z_image",),
-        "wan": ("wan22_t2v_14b", "wan21_i2v_14b"),
-        "ltx": ("ltx_video",),
-    }.items()
-}
 
 
 def parse(text):
@@ -60,20 +41,16 @@ def published(tmp_path_factory):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_bundled_recipe_plans_published_models(name, published):
-    recipe = load_recipe(name)
-    assert (recipe.name, bool(recipe.description)) == (name, True)
-    unused = list(recipe.overrides)
-    for model in MADE_FOR.get(name, MODELS):
-        stored = recipe.calibration.buckets
-        edges = tuple(float(edge) for edge in range(1, stored))
+    own = load_recipe(name)
+    assert (own.name, bool(own.description)) == (name, True)
+    for model in MODELS:
+        recipe = tuned(own, published[model].family)
+        edges = tuple(map(float, range(1, recipe.calibration.buckets)))
         plan = plan_layers(published[model], recipe, calibrated=True, masked=(), edges=edges)
         assert sum(t.scheme is not None for t in plan) > len(plan) / 2
         names = [t.layer.name for t in plan]
-        settings = [recipe.settings(n) for n in names]
-        unused = [o for o in unused
-                  if not any(o.activation in {None, s.activation} for s in settings)]  # fmt: skip
-    # Layers of UNets alone, say, in a recipe for any family: each override is for one of them.
-    assert not unused
+        for glob in (g for o in recipe.overrides for g in o.layers):
+            assert any(matches(layer, (glob,)) for layer in names), (model, glob)
 
 
 def test_strategies_split_attention_as_they_say(published):
@@ -101,7 +78,9 @@ def test_bundled_recipe_is_short(name):
 
 
 def test_flux_recipe_packs_modulation_as_weights_alone(published):
-    plan = plan_layers(published["flux1_dev"], load_recipe("flux-fp8"), calibrated=False, masked=())
+    flux = published["flux1_dev"]
+    recipe = tuned(load_recipe("fp8"), flux.family)
+    plan = plan_layers(flux, recipe, calibrated=False, masked=())
     schemes = {t.layer.name: t.scheme for t in plan}
     assert schemes["transformer_blocks.0.norm1.linear"].activation.value == "none"
     assert schemes["single_transformer_blocks.37.norm.linear"].activation.value == "none"
@@ -321,8 +300,8 @@ def test_a_glob_that_is_near_nothing_is_to_be_corrected(published, tmp_path):
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_bundled_recipes_open_with_the_models_they_are_for(name, published):
-    for model in MADE_FOR.get(name, MODELS):
+def test_bundled_recipes_open_with_all_models(name, published):
+    for model in MODELS:
         opened(str(published[model].path), name)
 
 
@@ -336,8 +315,18 @@ def test_a_recipe_may_say_that_it_is_for_other_models_too(published, tmp_path):
 def test_calibration_settings_are_checked_when_replaced():
     recipe = load_recipe("fp8")
     assert recipe.with_calibration({"steps": 9}).calibration.steps == 9
-    with pytest.raises(RecipeError, match="more than the 2 steps"):
-        recipe.with_calibration({"steps": 2})
+    with pytest.raises(RecipeError, match="buckets 3: more than the 2 steps"):
+        recipe.with_calibration({"steps": 2, "buckets": 3})
+
+
+def test_fewer_steps_than_buckets_leave_a_bucket_for_each():
+    recipe = load_recipe("fp8")
+    assert recipe.with_calibration({"steps": 2}).calibration.buckets == 2
+    assert recipe.with_calibration({"steps": 2, "buckets": 1}).calibration.buckets == 1
+    static = load_recipe("fp8-buckets")
+    with pytest.raises(RecipeError, match=r"^3 steps: too few .* activation\.buckets 4 do not"):
+        static.with_calibration({"steps": 3})
+    assert load_recipe("fp8-static").with_calibration({"steps": 3}).calibration.buckets == 3
 
 
 def test_documented_keys_are_all_there_are():

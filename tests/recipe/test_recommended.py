@@ -1,6 +1,7 @@
-"""The recipe for a model: chosen and named without --recipe, another family's refused."""
+"""Recipes tuned for a model's family, and those that are recommended for it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -8,31 +9,16 @@ from click.testing import CliRunner
 from quantkit.cli import quantkit as command
 from quantkit.errors import ModelError, RecipeError
 from quantkit.models.families import FAMILIES
-from quantkit.models.recommended import recipes_for
-from quantkit.models.source import open_model
-from quantkit.recipe.load import load_recipe, recipe_names
-from quantkit.workflow.inputs import of_any_family, opened
+from quantkit.models.general_family import GENERAL
+from quantkit.models.recommended import tuned
+from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
+from quantkit.recipe.schema import Recipe
+from quantkit.workflow.inputs import opened
 from tests.golden.make_keys import MODELS
 from tests.support.headers import golden_keys, write_component
 
-#: published model -> what the names of its recipes begin with
-WANTED = {
-    "sd15": "sd15",
-    "sdxl": "sdxl",
-    "sd3_medium": "sd3",
-    "sd35_medium": "sd3",
-    "sd35_large": "sd3",
-    "flux1_dev": "flux",
-    "pixart_sigma": "pixart",
-    "sana_1600m": "sana",
-    "flux2_dev": "flux2",
-    "chroma1_hd": "chroma",
-    "qwen_image": "qwenimage",
-    "z_image": "zimage",
-    "wan22_t2v_14b": "wan",
-    "wan21_i2v_14b": "wan",
-    "ltx_video": "ltx",
-}
+#: What a row may set for a tuned recipe: not what makes it another recipe.
+SET = {"activation", "kept", "overrides", "smooth", "unmatched"}
 
 
 @pytest.fixture(scope="module")
@@ -50,32 +36,65 @@ def invoke(*words):
     return CliRunner().invoke(command, [str(word) for word in words])
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_published_model_has_its_recipes(published, name):
-    found = recipes_for(open_model(published / name))
-    kinds = ("fp8", "int8", "int4")
-    assert [choice.recipe.name for choice in found] == [f"{WANTED[name]}-{k}" for k in kinds]
-    assert all(choice.why for choice in found)
+@pytest.mark.parametrize("family", [*FAMILIES, GENERAL], ids=lambda family: family.name)
+def test_every_family_makes_recipes_of_all_tuned_ones(family):
+    recipes = {name: load_recipe(name) for name in recipe_names()}
+    bundled = {name: recipe for name, recipe in recipes.items() if recipe.tuned}
+    assert all(recipe.tuned == name for name, recipe in bundled.items())
+    assert family.recipes.keys() <= bundled.keys()
+    for name, own in bundled.items():
+        recipe = tuned(own, family)
+        assert (recipe.tuned, recipe.name, recipe.weight) == (None, name, own.weight)
+        for key, value in family.calibration.items():
+            assert getattr(recipe.calibration, key) == value
+        changed = {k for k in Recipe.model_fields if getattr(recipe, k) != getattr(own, k)}
+        assert changed <= SET | {"tuned", "calibration"}
+        # A scale for each stretch needs statistics of each.
+        inputs = (recipe.activation, *(o.activation for o in recipe.overrides))
+        for given in (a for a in inputs if a is not None and a.mode == "static"):
+            assert isinstance(given.buckets, int)
+            assert recipe.calibration.buckets % given.buckets == 0
 
 
-def test_every_family_has_a_recipe_and_every_recipe_its_family():
-    known = {family.name for family in FAMILIES}
-    made = {name: load_recipe(name).family for name in recipe_names()}
-    assert set(made.values()) - {None} == known
-    for name, family in made.items():
-        start = name.partition("-")[0]
-        named = {"sd15": "unet", "sdxl": "unet"}.get(start, start)
-        assert family == (named if named in known else None), name
+def test_what_a_recipe_sets_itself_wins():
+    family = replace(
+        GENERAL,
+        calibration={"prompts": 9, "steps": 7},
+        recipes={
+            "int8": {
+                "activation": {"mode": "static", "observer": "amax", "buckets": 5},
+                "smooth": 0.25,
+                "overrides": [{"layers": ["a"], "keep": True}, {"layers": ["b"], "keep": True}],
+            }
+        },
+    )
+    text = """
+        {name: t, tuned: int8, smooth: 0.5, activation: {observer: kl}, calibration: {steps: 11},
+         overrides: [{layers: [b], keep: false}]}
+    """
+    recipe = tuned(parse_recipe(text, where="t"), family)
+    assert recipe.smooth == 0.5
+    assert recipe.activation.model_dump() == {
+        "mode": "static", "observer": "kl", "buckets": 5, "percentile": 99.99, "scale": "any"
+    }  # fmt: skip
+    assert (recipe.calibration.prompts, recipe.calibration.steps) == (9, 11)
+    assert [recipe.settings(layer).keep for layer in "abc"] == [True, False, None]
+    steps = parse_recipe(text, where="t").with_calibration({"seed": 3})
+    assert tuned(steps, family).calibration.prompts == 9
+
+
+def test_a_recipe_that_is_not_tuned_is_left_alone():
+    recipe = load_recipe("fp8-static")
+    assert all(tuned(recipe, family) is recipe for family in FAMILIES)
 
 
 def test_recipes_of_a_model_are_told_with_their_sizes(published):
     rows = json.loads(invoke("recipes", published / "qwen_image", "--json").stdout)
-    assert [row["name"] for row in rows] == ["qwenimage-fp8", "qwenimage-int8", "qwenimage-int4"]
+    assert [row["name"] for row in rows] == ["fp8", "int8", "int4"]
     assert [row["needs"] for row in rows] == [[], ["calibration"], ["calibration", "hessians"]]
     shares = [row["bytes_after"] / row["bytes_before"] for row in rows]
     assert shares == pytest.approx([0.5, 0.5, 0.27], abs=0.02)
     text = invoke("recipes", published / "qwen_image").output
-    assert "recommended: qwenimage-fp8: Qwen-Image in FP8" in text
     assert "40.9 -> 20.5" in text
 
 
@@ -84,47 +103,46 @@ def test_all_recipes_are_listed():
     assert [row["name"] for row in rows] == list(recipe_names())
     assert all("why" not in row for row in rows)
     lines = invoke("recipes").output.splitlines()
-    assert sum(line.split()[:1] == ["flux-fp8-sparse-budget"] for line in lines) == 1
+    assert sum(line.split()[:1] == ["fp8-sparse-budget"] for line in lines) == 1
 
 
 def test_recipes_of_what_is_no_model_are_refused(tmp_path):
     assert isinstance(invoke("recipes", tmp_path).exception, ModelError)
 
 
-def test_without_a_recipe_the_one_of_the_model_is_taken_and_named(published, tmp_path):
+def test_without_a_recipe_fp8_is_taken_tuned(published, tmp_path):
     model, plan = published / "flux1_dev", ("-o", tmp_path / "o", "-n", "--json")
     found = invoke("pack", model, *plan)
-    named = invoke("pack", model, *plan, "-r", "flux-fp8")
-    assert found.stdout == named.stdout
-    assert "recipe: flux-fp8, chosen for FluxTransformer2DModel, of the flux family" in found.stderr
-    assert "recipe:" not in named.stderr
-    assert "recipe:" not in invoke("pack", model, *plan, "-q").stderr
-    assert opened(str(model), None)[1].name == "flux-fp8"
+    assert found.stdout == invoke("pack", model, *plan, "-r", "fp8").stdout
+    schemes = {layer["name"]: layer["scheme"] for layer in json.loads(found.stdout)["layers"]}
+    assert schemes["transformer_blocks.0.norm1.linear"]["activation"] == "none"
 
 
-def test_a_recipe_for_another_family_is_refused_unless_forced(published, tmp_path):
-    model, plan = published / "flux1_dev", ("-o", tmp_path / "o", "-n", "-q", "--json")
-    refused = invoke("pack", model, *plan, "-r", "sdxl-fp8").exception
-    assert isinstance(refused, RecipeError)
-    assert str(refused) == (
-        "sdxl-fp8: made for the unet family, but FluxTransformer2DModel is of the flux family; "
-        "take flux-fp8, or force it"
-    )
-    assert refused.fields == ("force_recipe",)
-    forced = invoke("pack", model, *plan, "-r", "sdxl-fp8", "--force-recipe")
-    assert json.loads(forced.stdout)["written"] is False
-    assert opened(str(model), of_any_family("sdxl-fp8"))[1].name == "sdxl-fp8"
-
-
-def test_the_family_that_the_user_names_counts(published, tmp_path):
-    model, plan = published / "flux1_dev", ("-o", tmp_path / "o", "-n", "-q", "--json")
-    assert isinstance(
-        invoke("pack", model, *plan, "--family", "sd3", "-r", "flux-fp8").exception, RecipeError
-    )
-
-
-def test_a_recipe_of_an_unknown_family_is_named(published, tmp_path):
+@pytest.mark.parametrize("name", ["fp8", "int8", "fp8-static"])
+@pytest.mark.parametrize("model", ["sdxl", "flux1_dev", "qwen_image"])
+def test_a_recipe_is_printed_as_the_model_takes_it(published, tmp_path, model, name):
+    text = invoke("recipes", published / model, "-r", name).stdout
     path = tmp_path / "mine.yaml"
-    path.write_text("{name: mine, family: fulx}")
-    with pytest.raises(RecipeError, match=r"mine\.yaml: made for the fulx family, but Flux"):
-        opened(str(published / "flux1_dev"), path)
+    path.write_text(text)
+    assert load_recipe(path) == opened(str(published / model), name)[1]
+    plan = ("-o", tmp_path / "o", "-n", "--json", "-r")
+    mine, bundled = (invoke("pack", published / model, *plan, r).stdout for r in (path, name))
+    assert mine == bundled
+
+
+def test_a_recipe_is_printed_without_a_model(tmp_path):
+    text = invoke("recipes", "-r", "int8").stdout
+    assert parse_recipe(text, where="t") == load_recipe("int8")
+    assert isinstance(invoke("recipes", "-r", "int9").exception, RecipeError)
+
+
+def test_a_glob_of_a_tuned_file_is_checked(published, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text('{name: mine, tuned: fp8, keep: ["*.to_quu"]}')
+    with pytest.raises(RecipeError, match="matches none of the model's"):
+        opened(str(published / "sdxl"), path)
+
+
+def test_an_unknown_tuning_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="tuned: Input should be 'fp8', 'int8'"):
+        parse_recipe("{name: mine, tuned: sdxl-fp8}", where="t")

@@ -225,7 +225,8 @@ def sensitivity(path):
     layer = result.LayerSensitivity(
         "a", "linear", (16, 16), "0", 2.0, outcomes, result.Measured("e4m3fn-token", 0.1)
     )
-    found = result.Sensitivity("unet", (layer,), (1.0,), 9, load_recipe("fp8"), provenance, ("n",))
+    recipe = load_recipe("fp8")
+    found = result.Sensitivity("unet", "unet", (layer,), (1.0,), 9, recipe, provenance, ("n",))
     result.save_sensitivity(found, path, force=True)
     return lambda: result.load_sensitivity(path)
 

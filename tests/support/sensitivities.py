@@ -44,7 +44,8 @@ def layer_with(name, kind="linear", measured=None, **errors):
 
 def made(layers, fixed=100):
     about = SensitivityProvenance("m", "0", "0", 0, "0", 20, None, 0, "card", {"quantkit": "0"})
-    return Sensitivity("unet", tuple(layers), (250.0,), fixed, load_recipe("fp8-static"), about)
+    recipe = load_recipe("fp8-static")
+    return Sensitivity("unet", "unet", tuple(layers), (250.0,), fixed, recipe, about)
 
 
 def three_layers():

@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.reader import open_packed
 from quantkit.cli import quantkit
 from quantkit.inference.layers import iterate_packed
-from quantkit.recipe.load import load_recipe
 from quantkit.workflow import single_file
 from tests.support import checkpoints, comfyui, pipelines
 from tests.support.adapters import branches
@@ -73,7 +72,6 @@ class Door:
     #: 16-bit pipeline with the same weights
     dense: Path
     denoiser: str
-    family: str
     #: of pack
     encoders: tuple[str, ...] = ()
 
@@ -109,12 +107,12 @@ def write_gguf(pipeline, path):
 
 def _qwen(root):
     folder = tiny_qwen_pipeline(root / "qwen")
-    return Door((folder,), folder, "transformer", "qwenimage")
+    return Door((folder,), folder, "transformer")
 
 
 def _flux(root):
     folder = pipelines.tiny_flux_pipeline(root / "flux")
-    return Door((folder,), folder, "transformer", "flux", ("--text-encoders",))
+    return Door((folder,), folder, "transformer", ("--text-encoders",))
 
 
 def _sdxl(root):
@@ -128,7 +126,7 @@ def _sdxl(root):
     pipes = [plain(place, torch_dtype=torch.float32) for place in (folder, tuned, config)]
     ours, theirs, base = (pipelines.draw_to(pipe, root / "drawn" / "0.png") for pipe in pipes)
     assert ours == theirs != base
-    return Door((folder,), folder, "unet", "sdxl")
+    return Door((folder,), folder, "unet")
 
 
 def _sd3(root):
@@ -136,7 +134,7 @@ def _sd3(root):
     write_gguf(config, file)
     folder = root / "sd3"
     run("import", file, "--config", config, "-o", folder, "-q")
-    return Door((file, "--config", config), folder, "transformer", "sd3")
+    return Door((file, "--config", config), folder, "transformer")
 
 
 DOORS = {"qwen": _qwen, "flux": _flux, "sdxl": _sdxl, "sd3.gguf": _sd3}
@@ -167,8 +165,7 @@ class Made:
         """Calibrate by the recipe that asks for most: int4 packs layers that others keep."""
         key = (name, recipe)
         if key not in self.taken:
-            steps = max(4, load_recipe(recipe).calibration.buckets)
-            how = ("-r", recipe, "--count", 1, "--steps", steps, "--device", "cpu", "-q")
+            how = ("-r", recipe, "--count", 1, "--steps", 10, "--device", "cpu", "-q")
             files = self.root / f"{name}-{recipe}.c", self.root / f"{name}-{recipe}.h"
             for what, file in zip(("model", "hessian"), files, strict=True):
                 run("calibrate", what, *self.door(name).model, *how, "-o", file)
@@ -180,13 +177,11 @@ class Made:
             door, folder = self.door(name), self.root / f"{name}-{recipe}"
             given: tuple[Any, ...] = ()
             if recipe in {"int8", "int4"}:
-                given = self.statistics(name, f"{door.family}-int4")
+                given = self.statistics(name, "int4")
                 given += (*door.encoders, recipe) if door.encoders else ()
-                recipe_name = f"{door.family}-{recipe}"
             else:
-                recipe_name = recipe
                 given = self.statistics(name, recipe)[:2] if recipe == "comfyui" else ()
-            run("pack", *door.model, "-r", recipe_name, *given, "-o", folder, "-q")
+            run("pack", *door.model, "-r", recipe, *given, "-o", folder, "-q")
             self.folders[name, recipe] = folder
         return self.folders[name, recipe]
 

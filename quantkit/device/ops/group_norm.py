@@ -159,6 +159,7 @@ def _check_normed(op: Op, operands: Operands, eps: float) -> tuple[str, dict[str
     groups = partials.shape[1] if partials.ndim > 1 else 0
     _check_groups(op.name, groups, channels)
     expect(op.name, "partials", partials, torch.float32, _moments_of(batch, pixels, groups))
+    check_device(op.name, "partials", partials, x)
     check_columns(op.name, x, (weight, bias))
     return word, _numbers(x) | {"groups": groups, "eps": eps_bits(op.name, eps)}
 

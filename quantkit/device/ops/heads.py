@@ -158,7 +158,7 @@ def _transposed(
 
 
 @dataclass(frozen=True, eq=False)
-class _Drawn:
+class _Sampled:
     """Random streams of two pictures with three heads."""
 
     operands: tuple[Tensor, Tensor | None]
@@ -167,7 +167,7 @@ class _Drawn:
     @classmethod
     def of(
         cls, variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
-    ) -> "_Drawn":
+    ) -> "_Sampled":
         m, n, k = sizes
         dtype, heads = IO_DTYPES[variant.word("QK_IO")], 3
         d = 2 * ALIGNED * (1 + k // 32 % 10) - (ALIGNED if n % 3 == 0 and _pairs(variant) else 0)
@@ -193,7 +193,7 @@ def _pairs(variant: Variant) -> bool:
 def _sample_heads(
     variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[Operands, Options]:
-    drawn = _Drawn.of(variant, sizes, generator)
+    drawn = _Sampled.of(variant, sizes, generator)
     *_, heads, d = drawn.options
     rotary = variant.word("QK_ROTARY")
     cos = sin = None
@@ -212,7 +212,7 @@ def _sample_heads(
 def _sample_values(
     variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[Operands, Options]:
-    drawn = _Drawn.of(variant, sizes, generator)
+    drawn = _Sampled.of(variant, sizes, generator)
     *_, heads, d = drawn.options
     mean = torch.randn(heads, padded(d), generator=generator) * 0.3
     scale = (torch.rand(heads, padded(d), generator=generator) + 0.1) / 64

@@ -106,17 +106,17 @@ def _sample_columns(
     variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[Operands, Options]:
     m, n, k = sizes
-    return (_values(variant, generator, m, k),), (n,)
+    return (_sample_values(variant, generator, m, k),), (n,)
 
 
 def _sample_pictures(
     variant: Variant, sizes: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[Operands, Options]:
     pixels, pictures, channels = sizes
-    return (_values(variant, generator, min(pictures, 2), channels, pixels),), ()
+    return (_sample_values(variant, generator, min(pictures, 2), channels, pixels),), ()
 
 
-def _values(variant: Variant, generator: torch.Generator, *shape: int) -> Tensor:
+def _sample_values(variant: Variant, generator: torch.Generator, *shape: int) -> Tensor:
     x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
     return (x + 1).to(IO_DTYPES[variant.word("QK_IO")])
 
