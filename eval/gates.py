@@ -8,6 +8,7 @@ is claimed after Holm's correction over all of them.
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
 
 from scipy import stats
 
@@ -47,27 +48,29 @@ class State(Enum):
     NOT_JUDGED = "not judged"
 
 
+#: CLIP score loss in % of the original's score, by what was done to the weights.
+CLIP_LOSS = {
+    Compression.QUANTIZED: 1.0,
+    Compression.SPARSE: 2.0,
+    Compression.BOTH: 3.0,
+    Compression.NONE: 1.0,
+}
+
+
 @dataclass(frozen=True)
 class Limits:
     """The gates' limits; a mean must lie strictly on the good side. None: no such gate."""
 
     ssim: float | None = 0.95
     lpips: float | None = 0.1
-    #: CLIP score loss in % of the original's score
-    clip_fp8: float | None = 1.0
-    clip_sparse: float | None = 2.0
-    clip_both: float | None = 3.0
+    #: CLIP score loss in %; usual: that of ``CLIP_LOSS``
+    clip: float | Literal["usual"] | None = "usual"
     #: pictures that may be broken, in %
     broken: float | None = 0.0
 
     def clip_loss(self, compression: Compression) -> float | None:
         """Return the limit of the CLIP score loss that applies."""
-        return {
-            Compression.QUANTIZED: self.clip_fp8,
-            Compression.SPARSE: self.clip_sparse,
-            Compression.BOTH: self.clip_both,
-            Compression.NONE: self.clip_fp8,
-        }[compression]
+        return CLIP_LOSS[compression] if self.clip == "usual" else self.clip
 
     @property
     def margins(self) -> dict[str, float]:

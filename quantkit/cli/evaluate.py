@@ -69,7 +69,7 @@ def images(
     from quantkit.workflow.evaluate import Limits
     from quantkit.workflow.images import compare_images
 
-    limits = Limits(gate_ssim, gate_lpips, gate_clip, None, None, gate_broken)
+    limits = Limits(gate_ssim, gate_lpips, gate_clip, gate_broken)
     with progress_bar(quiet=quiet) as progress:
         found = compare_images(
             first,

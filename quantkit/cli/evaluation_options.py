@@ -89,28 +89,12 @@ gate_lpips = click.option(
     show_default=True,
     help="The mean must be below.",
 )
-gate_clip_fp8 = click.option(
-    "--gate-clip-fp8",
+gate_clip = click.option(
+    "--gate-clip",
     type=options.NUMBER,
-    default=1.0,
-    show_default=True,
-    help="CLIP score loss in % must be below, for quantized weights.",
+    help="CLIP score loss in % must be below; default: 1 for quantized weights, 2 for 4:2, 3 for "
+    "both.",
 )
-gate_clip_sparse = click.option(
-    "--gate-clip-sparse",
-    type=options.NUMBER,
-    default=2.0,
-    show_default=True,
-    help="The same for 4:2.",
-)
-gate_clip_both = click.option(
-    "--gate-clip-both",
-    type=options.NUMBER,
-    default=3.0,
-    show_default=True,
-    help="The same for both.",
-)
-
 gate_broken = click.option(
     "--gate-broken",
     type=options.NUMBER,
@@ -148,7 +132,7 @@ _SAMPLING = (
     options.prompts, count, steps, guidance, seed, batch, lpips_weights, clip, without, noise_floor,
     judge,
 )  # fmt: skip
-_GATES = (gate_ssim, gate_lpips, gate_clip_fp8, gate_clip_sparse, gate_clip_both, gate_broken)
+_GATES = (gate_ssim, gate_lpips, gate_clip, gate_broken)
 
 
 def sampling(command: Command) -> Command:
@@ -165,8 +149,8 @@ def pop_limits(given: dict[str, Any]) -> "Limits":
     """Take the gates' limits out of a command's options."""
     from quantkit.workflow.evaluate import Limits
 
-    names = ("ssim", "lpips", "clip_fp8", "clip_sparse", "clip_both", "broken")
-    return Limits(**{name: given.pop(f"gate_{name}") for name in names})
+    limits = {name: given.pop(f"gate_{name}") for name in ("ssim", "lpips", "clip", "broken")}
+    return Limits(**{name: limit for name, limit in limits.items() if limit is not None})
 
 
 def _add(chosen: tuple[Callable[[Command], Command], ...], command: Command) -> Command:

@@ -309,7 +309,7 @@ class Recipe(Strict):
                 raise RecipeError(
                     f"{stored} steps: too few for the recipe's {self.calibration.buckets} timestep "
                     f"buckets, and its activation.buckets {count} do not divide {stored}; take "
-                    f"{self.calibration.buckets} steps or more",
+                    f"{self.calibration.buckets} steps or more, or a recipe with buckets: 1",
                     fields=("steps",),
                 )
 

@@ -20,7 +20,7 @@ from quantkit.storage.places import check_directory, refuse_overlap
 from quantkit.workflow.inputs import PromptsLike, as_path, as_prompts
 
 #: No gates: none is judged unless it is asked for.
-NO_LIMITS = Limits(None, None, None, None, None, None)
+NO_LIMITS = Limits(None, None, None, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ def compare_images(
             torchvision's cache.
         clip: directory or hub id of the CLIP score's model.
         without: metrics to leave out: lpips, clip.
-        limits: of the gates; the limit of the CLIP score is ``clip_fp8``.
+        limits: of the gates.
         output: the folder for report.html, report.json and the pictures as PNG; None: nothing is
             written.
         beside: report.html shows the files in images/ and holds no pictures.
@@ -130,7 +130,7 @@ def _refuse_unmeasured(limits: Limits, without: tuple[str, ...], *, prompts: boo
     """Refuse a gate on a metric that will not be measured: it would pass unseen."""
     for metric, limit in (
         ("lpips", limits.lpips),
-        ("clip", limits.clip_fp8),
+        ("clip", limits.clip),
         ("clip", limits.broken),
     ):
         if limit is not None and metric in without:
@@ -138,7 +138,7 @@ def _refuse_unmeasured(limits: Limits, without: tuple[str, ...], *, prompts: boo
                 f"the gate on {metric}: this metric is left out; drop the gate, or measure it",
                 fields=(f"gate_{metric}", "without"),
             )
-    for name, limit in (("clip", limits.clip_fp8), ("broken", limits.broken)):
+    for name, limit in (("clip", limits.clip), ("broken", limits.broken)):
         if limit is not None and not prompts:
             raise InputError(
                 f"the gate on {name}: CLIP needs the prompts; give them", fields=("prompts",)

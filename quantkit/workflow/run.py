@@ -345,9 +345,7 @@ def limits_of(recipe: Recipe) -> Limits:
     return Limits(
         default.ssim if gates.ssim is None else gates.ssim,
         default.lpips if gates.lpips is None else gates.lpips,
-        default.clip_fp8 if loss is None else loss,
-        default.clip_sparse if loss is None else loss,
-        default.clip_both if loss is None else loss,
+        default.clip if loss is None else loss,
         default.broken if gates.broken is None else gates.broken,
     )
 

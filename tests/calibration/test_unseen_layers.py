@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 def calibrated(model):
     return quantkit.calibrate(
         model, recipe="int8", output=model.parent / "calibration",
-        sampling=quantkit.Sampling(count=1, steps=4),
+        sampling=quantkit.Sampling(count=1, steps=5),
     )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_layers_that_nobody_listened_to_are_still_refused(model, calibrated):
 def test_merging_takes_what_any_run_saw(model, calibrated, tmp_path):
     quantkit.calibrate(
         model, recipe="int8", output=tmp_path / "b",
-        sampling=quantkit.Sampling(count=1, steps=4, seed=7),
+        sampling=quantkit.Sampling(count=1, steps=5, seed=7),
     )  # fmt: skip
     first, second = calibrated.calibration, load_calibration(tmp_path / "b")
     lost = dict(second.layers["unet"])

@@ -33,7 +33,7 @@ from quantkit.resources import demo_assets
 from tests.support.pictures import CPU, fake_clip, made_pairs, noisy
 
 COUNT = 12
-ONLY_BROKEN = Limits(None, None, None, None, None, 0.0)
+ONLY_BROKEN = Limits(None, None, None, 0.0)
 
 
 def drawn(scenes, seed):

@@ -33,7 +33,7 @@ from quantkit.numerics.scheme import Activation, Scheme
 from tests.support.comparisons import clip_scores, comparison, holm_by_closure
 from tests.support.pictures import fake_clip, made_pairs, small_lpips
 
-ONLY = Limits(0.5, None, None, None, None)
+ONLY = Limits(0.5, None, None)
 QUANTIZED = Compression.QUANTIZED
 
 
@@ -76,14 +76,14 @@ def test_gates_compare_the_mean_strictly():
     ssim = comparison.scores["ssim"].summary
     at = judge(
         comparison,
-        Limits(ssim=ssim.mean, lpips=9.0, clip_fp8=50.0, broken=None),
+        Limits(ssim=ssim.mean, lpips=9.0, clip=50.0, broken=None),
         Compression.QUANTIZED,
     )
     below = judge(
-        comparison, Limits(ssim=-0.9, lpips=9.0, clip_fp8=50.0, broken=None), Compression.QUANTIZED
+        comparison, Limits(ssim=-0.9, lpips=9.0, clip=50.0, broken=None), Compression.QUANTIZED
     )
     above = judge(
-        comparison, Limits(ssim=1.0, lpips=9.0, clip_fp8=50.0, broken=None), Compression.QUANTIZED
+        comparison, Limits(ssim=1.0, lpips=9.0, clip=50.0, broken=None), Compression.QUANTIZED
     )
     assert [gate.state for gate in at] == [State.UNDECIDED, State.PASSED, State.PASSED]
     assert [gate.passed for gate in at] == [None, True, True]
@@ -159,7 +159,7 @@ def test_p_values_are_scipys_and_failures_are_corrected(better):
     ssim, lpips = [0.95 + sign * (s - 0.95) for s in SSIM], [0.1 + sign * (p - 0.1) for p in LPIPS]
     after = [before - sign * lost for before, lost in zip(BEFORE, LOST, strict=True)]
     found = comparison(ssim, lpips=lpips, clip=clip_scores(BEFORE, after))
-    gates = judge(found, Limits(clip_fp8=1.0, broken=None), QUANTIZED)
+    gates = judge(found, Limits(clip=1.0, broken=None), QUANTIZED)
     margins = [
         np.subtract(ssim, 0.95),
         np.subtract(0.1, lpips),
@@ -183,7 +183,7 @@ def test_p_values_are_scipys_and_failures_are_corrected(better):
 def test_a_gate_that_may_yet_pass_asks_for_the_prompts_of_one_test():
     ssim = [0.951 + 0.004 * n for n in (-2, 3, 1, -1, 0, 2, -3, 1, 2, -1)]
     found = comparison(ssim, lpips=[0.5 + s for s in ssim])
-    gate, _ = judge(found, Limits(clip_fp8=None, broken=None), QUANTIZED)
+    gate, _ = judge(found, Limits(clip=None, broken=None), QUANTIZED)
     margins = np.subtract(ssim, 0.95).tolist()
     assert gate.state is State.UNDECIDED
     assert gate.prompts_needed == prompts_to_decide(margins) < prompts_to_decide(margins, tests=2)
@@ -197,7 +197,7 @@ def test_the_clip_gate_decides_on_either_side_of_its_limit(lost, state):
     shares = [1.0 - (lost + 0.05 * (-1) ** i) / 100.0 for i in range(len(BEFORE))]
     after = [before * share for before, share in zip(BEFORE, shares, strict=True)]
     found = comparison([1.0] * len(BEFORE), clip=clip_scores(BEFORE, after))
-    gate = judge(found, Limits(None, None, clip_fp8=1.0, broken=None), QUANTIZED)[0]
+    gate = judge(found, Limits(None, None, clip=1.0, broken=None), QUANTIZED)[0]
     assert (gate.found, gate.state) == (pytest.approx(lost, abs=0.01), state)
 
 

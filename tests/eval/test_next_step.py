@@ -41,7 +41,7 @@ def test_an_open_gate_asks_for_prompts_and_a_settled_one_for_nothing():
     pairs = made(8, sigma=8.0)
     report = made_report(pairs)
     mean = report.comparison.scores["ssim"].summary.mean
-    open_ = made_report(pairs, Limits(ssim=mean + 0.01, lpips=None, clip_fp8=None))
+    open_ = made_report(pairs, Limits(ssim=mean + 0.01, lpips=None, clip=None))
     assert open_.state is State.UNDECIDED
     (step,) = find_next_steps(open_, None)
     assert step.what.startswith(f"run about {open_.gates[0].prompts_needed} prompts instead of 8")

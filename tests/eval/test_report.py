@@ -290,7 +290,7 @@ def test_steps_without_a_local_error_are_shown(tmp_path):
 
 def test_verdict_names_what_passes_fails_and_was_not_measured():
     pairs = made(8)
-    good = made_report(pairs, Limits(ssim=0.0, lpips=None, clip_fp8=None))
+    good = made_report(pairs, Limits(ssim=0.0, lpips=None, clip=None))
     assert good.passed
     assert headline(good.gates) == "Passed."
     assert headline(made_report(pairs, Limits(ssim=0.0)).gates) == "Passed what was measured."

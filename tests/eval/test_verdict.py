@@ -39,7 +39,7 @@ def gap(packed, floor, title=BF16, note=""):
 
 NO_FLOOR = Floor("dtype", BF16, None, None)
 BASE = [0.98 + n for n in NOISE]
-ONLY_SSIM = Limits(lpips=None, clip_fp8=None, clip_both=None)
+ONLY_SSIM = Limits(lpips=None, clip=None)
 SOFT = [0.010 + n for n in NOISE]
 
 
@@ -289,7 +289,7 @@ def test_gates_say_by_how_much_they_fail_and_which_could_turn():
     [(0.9, 0.05, (False, True)), (0.99, 0.2, (True, False)), (0.95, 0.1, (None, None))],
 )
 def test_gates_hold_on_the_better_side_of_their_limits_alone(ssim, lpips, wanted):
-    limits = Limits(ssim=0.95, lpips=0.1, clip_fp8=None)
+    limits = Limits(ssim=0.95, lpips=0.1, clip=None)
     gates = judge(comparison([ssim] * 8, lpips=[lpips] * 8), limits, Compression.QUANTIZED)
     assert tuple(gate.passed for gate in gates) == wanted
 
@@ -328,9 +328,9 @@ def test_the_paragraph_has_gates_floor_clip_and_worst_in_this_order():
 @pytest.mark.parametrize(
     ("ssim", "limits", "wanted"),
     [
-        (BASE, Limits(0.95, None, None, None, None), "PASS: SSIM 0.98 (wanted > 0.95)"),
-        (BASE, Limits(0.99, None, None, None, None), "FAIL: SSIM 0.98 (wanted > 0.99)"),
-        (BASE, Limits(None, 0.1, None, None, None), "NOT JUDGED: no gate was measured"),
+        (BASE, Limits(0.95, None, None), "PASS: SSIM 0.98 (wanted > 0.95)"),
+        (BASE, Limits(0.99, None, None), "FAIL: SSIM 0.98 (wanted > 0.99)"),
+        (BASE, Limits(None, 0.1, None), "NOT JUDGED: no gate was measured"),
     ],
 )
 def test_headline_is_one_line(ssim, limits, wanted):

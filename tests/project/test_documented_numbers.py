@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from quantkit.eval import composition, equivalence, statistics
-from quantkit.eval.gates import LEAST_PROMPTS, Limits
+from quantkit.eval.gates import CLIP_LOSS, LEAST_PROMPTS, Limits
 
 from quantkit.calibration.held_out_rows import held_count
 from quantkit.calibration.observers import AUTO_TOLERANCE, CLIP_GRID, INTEGER_CLIP_GRID, clip_grid
@@ -53,7 +53,7 @@ PROMISES = [
     (
         "guides/evaluate.md",
         r"quantized \| < (.*) % .*\n.* < (.*) % .*\n.* < (.*) % ",
-        (Limits().clip_fp8, Limits().clip_sparse, Limits().clip_both),
+        tuple(CLIP_LOSS.values())[:3],
     ),
     (
         "guides/evaluate.md",

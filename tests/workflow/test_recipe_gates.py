@@ -19,7 +19,7 @@ def recipe(gates):
         ("gates: {}", Limits()),
         ("gates: {broken: 12.5}", Limits(broken=12.5)),
         ("gates: {broken: 0}", Limits(broken=0.0)),
-        ("gates: {ssim: 0.9, clip_loss: 5}", Limits(0.9, 0.1, 5.0, 5.0, 5.0, 0.0)),
+        ("gates: {ssim: 0.9, clip_loss: 5}", Limits(0.9, 0.1, 5.0, 0.0)),
     ],
 )
 def test_gates_of_a_recipe_take_the_place_of_defaults(gates, wanted):
