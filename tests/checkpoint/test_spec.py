@@ -72,6 +72,7 @@ def test_layer_tensors_are_those_of_the_table(scheme, shape, wanted):
     [
         (SPARSE, "conv2d", (8, 6, 4, 4), "l: C 6 is not a multiple of 4"),
         (SPARSE, "linear", (8, 12), "l: K 12 is not a multiple of 8"),
+        (SPARSE, "linear", (8, 20), "l: K 20 is not a multiple of 8"),
         (Scheme(E4M3FN, PerGroup(24), None, Activation.NONE), "conv2d", (8, 16, 3, 3), "size 24"),
         (DENSE, "conv2d", (8, 16), "not that of a conv2d weight"),
         (DENSE, "linear", (0, 16), "not that of a linear weight"),

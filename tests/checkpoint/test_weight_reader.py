@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.checkpoint import weight_reader
+from quantkit.checkpoint import contents, weight_reader
 from quantkit.checkpoint.layout import Sink
 from quantkit.checkpoint.weight_reader import SourceTensor
 from quantkit.errors import NonFiniteError
@@ -53,6 +53,19 @@ def test_a_read_that_gives_less_than_asked_goes_on(opened, monkeypatch):
     weight = torch.arange(7 * 16).reshape(7, 16).float()
     blocks = [rows.clone() for _, rows in opened(weight).blocks(elements=48)]
     assert torch.equal(torch.cat(blocks), weight)
+
+
+@pytest.mark.parametrize("place", [0, 3, 4, 39])
+def test_a_copied_tensor_is_searched_to_its_end(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(contents, "_CHUNK_BYTES", 8)
+    tensor = torch.zeros(4, 10, dtype=torch.float16)
+    save_file({"w": tensor}, path := tmp_path / "m.safetensors")
+    info = read_header(path).tensors["w"]
+    assert list(contents.broken_numbers(path, info)) == []
+    tensor.view(-1)[place] = torch.nan
+    save_file({"w": tensor}, path)
+    (told,) = contents.broken_numbers(path, info)
+    assert f"w[{place // 10}, {place % 10}]: found nan" in told
 
 
 class Bytes(Sink):

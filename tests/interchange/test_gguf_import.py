@@ -17,7 +17,9 @@ from quantkit.inference.layers import packed_layers
 from quantkit.interchange import gguf_file
 from quantkit.interchange.denoiser import packed_denoiser
 from quantkit.interchange.gguf_file import READABLE
+from quantkit.models.layers import list_layers
 from quantkit.models.source import SingleFile
+from quantkit.storage.digest import sha256_of
 from quantkit.workflow.inputs import as_model
 from quantkit.workflow.single_file import single_file
 from tests.support.denoisers import DENOISERS, original_state, tiny_denoiser
@@ -124,6 +126,10 @@ def test_a_pipeline_keeps_its_blocks_bit_for_bit(fixture, kind, request, tmp_pat
     x = torch.randn(3, module.k, generator=torch.Generator().manual_seed(1))
     # diffusers multiplies d and codes in float16.
     torch.testing.assert_close(module(x), reference.get_submodule(layer)(x), atol=3e-3, rtol=0)
+    # By which a calibration knows its model.
+    (rows,) = (row for row in list_layers(as_model(source).components[0]) if row.name == layer)
+    records = open_packed(tmp_path / "packed").components[0].records
+    assert records[layer].source_sha256 == sha256_of(rows.shard, rows.weight)
 
 
 def test_quantized_convolutions_are_packed_from_their_numbers(saved, tmp_path):

@@ -107,7 +107,8 @@ def _try_group(name, group, options):
     paths = [path for path in paths if fnmatch(path, options.only)]
     everything = [mutant for path in paths for mutant in mutants_of(path, ROOT)]
     count = min(options.sample or len(everything), len(everything))
-    sample = random.Random(options.seed).sample(everything, count)
+    drawn = random.Random(options.seed).sample(everything, count)
+    sample = [mutant for mutant in drawn if mutant.compiles(ROOT)]
     print(f"{name}: {count} of {len(everything)} mutants in {len(paths)} modules", flush=True)
     known = {(e["path"], *e["change"]): e["why"] for e in TABLE["equivalent"]}
     diffs = {mutant: mutant.diff(ROOT) for mutant in sample}

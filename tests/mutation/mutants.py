@@ -6,6 +6,7 @@ which are the same for None, enums, dtypes and small numbers; the random operand
 is tried with; and how far it may be from the exact result.
 """
 
+import ast
 import re
 from dataclasses import dataclass
 from difflib import unified_diff
@@ -45,6 +46,14 @@ class Mutant:
         changed = mutate_code(source, get_operator(self.operator)(), self.occurrence)
         assert changed is not None
         return changed
+
+    def compiles(self, root: Path) -> bool:
+        """Tell whether it is still Python: ``a * not b`` is not."""
+        try:
+            ast.parse(self.text(root))
+        except SyntaxError:
+            return False
+        return True
 
     def diff(self, root: Path) -> tuple[str, ...]:
         """Return the lines that go, with a minus, and those that come, with a plus."""

@@ -240,6 +240,9 @@ def test_what_the_core_does_not_take_is_left_to_torch(tmp_path, monkeypatch):
     assert native.takes(plan_of("e4m3fn"), source.info)
     assert not native.takes(plan_of("e4m3fn"), double.info)
     assert not native.takes(plan_of("e4m3fn", "group:16"), source.info)
+    for columns, taken in ((0, False), (1, True)):
+        narrow = source_of(tmp_path, numbers((4, columns), torch.float16))
+        assert native.takes(plan_of("e4m3fn"), narrow.info) is taken
     wide = source_of(tmp_path, numbers((2, 192), torch.float16))
     assert all(native.takes(plan_of("int8", f"group:{n}"), wide.info) for n in (32, 64, 96, 192))
     infinite = torch.full((48,), float("inf"))

@@ -68,6 +68,7 @@ def test_the_summary_counts_the_layers_of_each_scheme(source, tmp_path):
     (config,) = (c.config for c in open_packed(tmp_path / "packed").components)
     assert max(summary.by_scheme().values()) > 2
     assert summary.by_scheme() == Counter(config.layers.values())
+    assert summary.masked == sum(s.sparsity is not None for s in config.layers.values())
     share = 100 * summary.bytes_after / summary.bytes_before
     sizes = f"{summary.bytes_before:,} -> {summary.bytes_after:,} bytes ({share:.1f}%)"
     assert sizes in str(summary)
