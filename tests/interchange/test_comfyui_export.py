@@ -201,7 +201,14 @@ def test_joined_rows_share_the_scale_of_their_input(written):
 
 
 def test_scales_by_channel_that_are_powers_of_two_become_one(calibrated, tmp_path):
-    pipeline, _ = calibrated("sd3")
+    import diffusers
+
+    pipeline = tmp_path / "pipeline"
+    shutil.copytree(calibrated("sd3")[0], pipeline)
+    model = diffusers.SD3Transformer2DModel.from_pretrained(pipeline / "transformer")
+    # Most codes of the other rows are subnormal under the scale of this.
+    model.transformer_blocks[0].attn.to_out[0].weight.data[0].mul_(2.0**9)
+    model.save_pretrained(pipeline / "transformer")
     how = {
         "name": "t",
         "weight": {"granularity": "channel", "scale": "pow2"},
@@ -210,7 +217,8 @@ def test_scales_by_channel_that_are_powers_of_two_become_one(calibrated, tmp_pat
     pack(pipeline, output=tmp_path / "p", recipe=Recipe.model_validate(how))
     result = export(tmp_path / "p", to="comfyui", output=tmp_path / "m.safetensors")
     # Only codes that become subnormal are rounded.
-    assert result.worst[0] < 0.002
+    assert 0 < result.errors["joint_blocks.0.x_block.attn.proj.weight"] < 0.002
+    assert sum(error > 0 for error in result.errors.values()) < 4
     assert all(
         layer.full_precision for layer in comfyui.read(tmp_path / "m.safetensors")[1].values()
     )
