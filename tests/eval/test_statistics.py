@@ -9,6 +9,7 @@ from quantkit.eval.statistics import (
     bootstrap_loss,
     bootstrap_mean,
     relative_loss,
+    subtract_pairs,
     summarize,
     summarize_difference,
 )
@@ -128,3 +129,8 @@ def test_the_interval_of_the_loss_is_scipys_of_pairs(lost):
     found = bootstrap_loss(before, after)
     assert (found.low, found.high) == pytest.approx(tuple(wanted), rel=1e-6)
     assert found.low < relative_loss(before, after) < found.high
+
+
+def test_a_difference_with_an_infinite_side_is_infinite():
+    inf = float("inf")
+    assert subtract_pairs([1.0, inf, inf, 2.0], [inf, 1.0, inf, 5.0]) == [inf, inf, inf, -3.0]

@@ -294,6 +294,14 @@ def test_gates_hold_on_the_better_side_of_their_limits_alone(ssim, lpips, wanted
     assert tuple(gate.passed for gate in gates) == wanted
 
 
+def test_the_paragraph_takes_the_percentage_of_the_clip_gate():
+    clip = clip_scores(SCORES, [v + n / 100 for v, n in zip(SCORES, NOISE, strict=True)])
+    packed = comparison(BASE, lpips=SOFT, clip=clip)
+    gates = judge(packed, Limits(), Compression.QUANTIZED)
+    text = write_verdict(gates, Compression.QUANTIZED, packed, (), kinds(packed))
+    assert " within 1 % (two one-sided tests" in text
+
+
 def test_the_paragraph_has_gates_floor_clip_and_worst_in_this_order():
     clip = clip_scores(SCORES, [v - 2.0 + n for v, n in zip(SCORES, NOISE, strict=True)])
     packed = comparison([v - 0.05 for v in BASE], lpips=SOFT, clip=clip)

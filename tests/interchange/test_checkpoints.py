@@ -198,6 +198,10 @@ BREACHES = {
         "flux", _with("text_encoders.qwen.transformer.model.norm.weight", 3),
         "has besides text_encoders.qwen.transformer.model.norm.weight, of which nothing is known",
     ),
+    "two that are not known": (
+        "flux", lambda t: {**t, **{f"text_encoders.qwen.{x}": torch.zeros(3) for x in "ab"}},
+        "has besides text_encoders.qwen.a and 1 more, of which nothing is known",
+    ),
     "a schedule of its own": ("sdxl", _with("edm_vpred.sigma_max"), "has besides edm_vpred"),
     "a VAE twice": ("sd15", lambda t: t | {
         k.replace("first_stage_model.", "vae."): v for k, v in t.items()

@@ -375,6 +375,17 @@ def test_a_scale_of_zero_makes_a_row_of_zeros(config, tmp_path):
     assert torch.equal(weight, scale.expand(256, 64))
 
 
+def test_scales_of_a_convolution_may_have_its_rank(config, tmp_path):
+    state = in_16_bit("sd15")
+    name = next(key for key, value in state.items() if value.shape[2:] == (3, 3))
+    shape = state[name].shape
+    scale = torch.arange(1.0, shape[0] + 1).reshape(-1, 1, 1, 1)
+    marked = {name: torch.ones(shape).to(E4M3), f"{name}_scale": scale}
+    path = write(tmp_path / "m.safetensors", {**state, **marked})
+    _, found = imported(path, config("sd15"))
+    assert torch.equal(back_in_original("sd15", found)[name].float(), scale.expand(shape))
+
+
 def test_products_beyond_float16_are_refused(config, tmp_path):
     state = _changed(weight=torch.full((256, 64), 448.0).to(E4M3), weight_scale=torch.tensor(1e3))(
         in_16_bit("sd3", torch.float16)
