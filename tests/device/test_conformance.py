@@ -12,7 +12,7 @@ from quantkit.device import compilers, log
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.table import OPS
-from quantkit.errors import KernelError
+from quantkit.errors import KernelError, ShapeError
 from quantkit.inference.operators import OVERLOADS
 from tests.support.kernel_cases import covering_variants, need
 
@@ -85,6 +85,56 @@ def test_the_table_says_the_shapes_of_all_operands(op):
     given = [(a, tuple(t.shape)) for a, t in zip(read, operands, strict=True) if t is not None]
     for argument, shape in (*given, *zip(written, made, strict=True)):
         assert shape in alternatives(argument.shape, known), argument
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_operands_of_other_sizes_are_refused(op):
+    variant = covering_variants(op, pairs=False)[0]
+    operands, options = op.sample(variant, SIZES[3], torch.Generator().manual_seed(1))
+    for index, axis in fixed_sizes(op, operands):
+        tensor = operands[index]
+        for size in {tensor.shape[axis] - 1, tensor.shape[axis] + 1} - {0}:
+            shape = (*tensor.shape[:axis], size, *tensor.shape[axis + 1 :])
+            changed = (*operands[:index], tensor.new_zeros(shape), *operands[index + 1 :])
+            with pytest.raises((KernelError, ShapeError)):
+                op.check(op, changed, options)
+
+
+#: Operation, which of its options, and a value out of range.
+OUT_OF_RANGE = [
+    *(("head_codes_fp8", column, value) for column in (0, 1) for value in (-8, 4, 1 << 20)),
+    *(("attention_fp8", 2, head_size) for head_size in (-8, 0, 4, 24)),
+]
+
+
+@pytest.mark.parametrize(("name", "index", "value"), OUT_OF_RANGE)
+def test_options_out_of_range_are_refused(name, index, value):
+    variant = covering_variants(OPS[name], pairs=False)[0]
+    operands, options = OPS[name].sample(variant, SIZES[3], torch.Generator().manual_seed(1))
+    changed = (*options[:index], value, *options[index + 1 :])
+    with pytest.raises(ShapeError):
+        OPS[name].check(OPS[name], operands, changed)
+
+
+@pytest.mark.parametrize("change", [lambda x: x[0], lambda x: x[None]], ids=["3", "5"])
+def test_pictures_have_four_dimensions(change):
+    op = OPS["conv_fp8"]
+    variant = covering_variants(op, pairs=False)[0]
+    (x, *others), options = op.sample(variant, SIZES[3], torch.Generator().manual_seed(1))
+    with pytest.raises(ShapeError, match=r"conv_fp8: x is .* wanted uint8 codes of shape"):
+        op.check(op, (change(x), *others), options)
+
+
+def fixed_sizes(op, operands):
+    """Yield (index, axis) of operands whose size another operand decides."""
+    for index, tensor in enumerate(operands):
+        for axis in range(0 if tensor is None else tensor.ndim):
+            # A second stream has as many rows as it has.
+            free = (op.args[index].name, axis) == ("second", 1)
+            rows = index == 0 and axis < tensor.ndim - 1
+            alone = index == 0 and op.name.startswith(("quantize_", "observe_"))
+            if not (free or rows or alone):
+                yield index, axis
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)

@@ -154,6 +154,8 @@ def _check_weights(
 ) -> None:
     n = weights[0][1].shape[0]
     for name, weight, per_byte in weights:
+        if k % per_byte:
+            raise ShapeError(f"{op}: K {k}, wanted a multiple of {per_byte}, as {name} has")
         expect(op, name, weight, torch.uint8, (n, k // per_byte))
         check_device(op, name, weight, x)
     if w_scale.ndim == 2:
