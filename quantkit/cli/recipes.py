@@ -26,7 +26,7 @@ def recipes(model: str | None, recipe: str | None, as_json: bool) -> None:
     from quantkit.workflow.recipes import recipe_text, recipes
 
     if recipe is not None:
-        echo(*recipe_text(recipe, model).splitlines())
+        _print_text(recipe_text(recipe, model), as_json=as_json)
         return
     found = recipes(model)
     if as_json:
@@ -37,6 +37,15 @@ def recipes(model: str | None, recipe: str | None, as_json: bool) -> None:
     else:
         told = [(r.name, _sizes(r), r.why, _needs(r)) for r in found]
         print_table("Recipes", ("name", "GB of denoisers", "why", "needs"), told)
+
+
+def _print_text(text: str, *, as_json: bool) -> None:
+    if not as_json:
+        echo(*text.splitlines())
+        return
+    import yaml
+
+    print_json(yaml.safe_load(text))
 
 
 def _sizes(recipe: "Listed") -> str:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.models.recommended import recipes_for
+from quantkit.models.general_family import GENERAL
+from quantkit.models.recommended import recipes_for, tuned
 from quantkit.packing.dry_run import forecast_pack, missing_artefacts
 from quantkit.recipe.load import load_recipe, recipe_names
 from quantkit.recipe.schema import Recipe
@@ -50,7 +51,7 @@ def recipes(model: ModelLike | None = None) -> tuple[Listed, ...]:
         ModelError: the model cannot be used.
     """
     if model is None:
-        return tuple(_listed(load_recipe(name)) for name in recipe_names())
+        return tuple(_listed(tuned(load_recipe(name), GENERAL)) for name in recipe_names())
     source, found = as_model(model), []
     for choice in recipes_for(source):
         forecast = forecast_pack(source, choice.recipe, Path("packed"), missing=())

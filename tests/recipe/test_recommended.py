@@ -104,6 +104,8 @@ def test_all_recipes_are_listed():
     assert all("why" not in row for row in rows)
     lines = invoke("recipes").output.splitlines()
     assert sum(line.split()[:1] == ["fp8-sparse-budget"] for line in lines) == 1
+    (gptq,) = (row for row in rows if row["name"] == "fp8-gptq")
+    assert gptq["needs"] == ["calibration", "hessians"]
 
 
 def test_recipes_of_what_is_no_model_are_refused(tmp_path):
@@ -125,6 +127,8 @@ def test_a_recipe_is_printed_as_the_model_takes_it(published, tmp_path, model, n
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     assert load_recipe(path) == opened(str(published / model), name)[1]
+    values = json.loads(invoke("recipes", published / model, "-r", name, "--json").stdout)
+    assert Recipe.model_validate(values) == load_recipe(path)
     plan = ("-o", tmp_path / "o", "-n", "--json", "-r")
     mine, bundled = (invoke("pack", published / model, *plan, r).stdout for r in (path, name))
     assert mine == bundled
