@@ -71,7 +71,7 @@ def _finite(
 
 
 #: Where click keeps these options between themselves and the argument.
-_CONFIG, _FAMILY, _VARIANT = "quantkit.config", "quantkit.family", "quantkit.variant"
+_CONFIG, _VARIANT = "quantkit.config", "quantkit.variant"
 
 PATH = Place()
 COUNT = click.IntRange(1, MAX_COUNT)
@@ -82,7 +82,7 @@ THREADS = click.IntRange(1, MAX_THREADS)
 
 
 def model(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add MODEL, the directory that completes one of a single file, and the family it is of."""
+    """Add MODEL, the directory that completes one of a single file, and the variant of weights."""
     config = click.option(
         "--config",
         type=PATH,
@@ -91,15 +91,6 @@ def model(command: Callable[..., Any]) -> Callable[..., Any]:
         callback=_remember,
         metavar="DIR|HUBID",
         help="Where MODEL is a .safetensors or .gguf file: the pipeline with all but its weights.",
-    )
-    family = click.option(
-        "--family",
-        expose_value=False,
-        is_eager=True,
-        callback=_remember,
-        metavar="NAME",
-        help="Which layers stay in 16 bit: those of this tuned family, or 'general'; default: of "
-        "the denoiser's class.",
     )
     variant = click.option(
         "--variant",
@@ -110,7 +101,7 @@ def model(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Which weights of MODEL, as fp16; default: those of the plain name, or the only ones.",
     )
     argument = click.argument("model", metavar="MODEL", callback=_complete)
-    return argument(config(variant(family(command))))
+    return argument(config(variant(command)))
 
 
 def optional_model(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,24 +117,21 @@ def _remember(context: click.Context, option: click.Parameter, value: Path | str
 def _complete(
     context: click.Context, argument: click.Parameter, value: str
 ) -> "str | SingleFile | Model":
-    """Return MODEL with its config and of its family, if given: what every command hands on."""
+    """Return MODEL with its config and variant, if given: what every command hands on."""
     del argument
     config: Path | None = context.meta.get(_CONFIG)
-    family: str | None = context.meta.get(_FAMILY)
     variant: str | None = context.meta.get(_VARIANT)
     if config is None:
         from quantkit.workflow.paths import refuse_nowhere
 
         refuse_nowhere(value)
-    if config is None and family is None and variant is None:
+    if config is None and variant is None:
         return value
     from quantkit.workflow.inputs import as_model
     from quantkit.workflow.single_file import single_file
 
     model = value if config is None else single_file(value, config)
-    if family is None and variant is None:
-        return model
-    return as_model(model, family=family, variant=variant)
+    return model if variant is None else as_model(model, variant=variant)
 
 
 def there(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:

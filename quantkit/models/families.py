@@ -280,4 +280,4 @@ def _named(name: str) -> Family:
         if family.name == name:
             return family
     known = ", ".join(family.name for family in (*FAMILIES, GENERAL))
-    raise ModelError(f"family {name!r:.80}: unknown, wanted one of {known}", fields=("family",))
+    raise ModelError(f"family {name!r:.80}: unknown, wanted one of {known}")

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from quantkit.models.pipeline_index import (
     read_transformers_classes,
 )
 from quantkit.models.quantizers import CONFIG_KEY, name_quantizer
-from quantkit.models.text_encoders import find_encoder, is_encoder
+from quantkit.models.text_encoders import TEXT_ENCODERS, find_encoder, is_encoder
 from quantkit.storage.jsonfile import read_json
 from quantkit.storage.shard_index import read_shard_index
 
@@ -95,66 +95,67 @@ class Model:
     variant: str | None = None
 
 
-@dataclass(frozen=True)
-class _Wish:
-    """How a model is opened."""
-
-    family: str | None = None
-    variant: str | None = None
-
-
-def open_model(
-    model: str | Path, *, family: str | None = None, variant: str | None = None
-) -> Model:
+def open_model(model: str | Path, *, variant: str | None = None) -> Model:
     """Return the model at a path, or behind a hub id (its cache first).
 
     Args:
         model: a pipeline's directory, a component's (as its unet), or a hub id.
-        family: name of the family that its denoisers are taken for; None: that of their class.
         variant: of the weights, as fp16; None: the plain ones, or the only variant.
 
     Returns:
         what other functions take as a model.
 
     Raises:
-        ModelError: neither, not a diffusers directory, no weights, a missing shard, no denoiser, no
-            such family, a model that is quantized already.
+        ModelError: neither, not a diffusers directory, no weights, a missing shard, no denoiser, a
+            model that is quantized already.
     """
     refuse_nowhere(model)
     if variant is not None and not _VARIANT.fullmatch(variant):
         raise ModelError(f"variant {variant!r:.80}: wanted a word as fp16", fields=("variant",))
-    wish = _Wish(family, variant)
     # Not Path's own, which raises for names that are too long or hold a null.
     if os.path.isdir(model):  # noqa: PTH112
-        return _open_directory(Path(model), wish)
-    return _open_hub(str(model), wish)
+        return _open_directory(Path(model), variant)
+    return _open_hub(str(model), variant)
 
 
-def _open_hub(repository: str, wish: _Wish) -> Model:
+def of_family(model: Model, name: str) -> Model:
+    """Return the model with its denoisers taken for those of a family.
+
+    Raises:
+        ModelError: no such family.
+    """
+    components = tuple(
+        c if c.family in TEXT_ENCODERS else replace(c, family=find_family(c.class_name, name))
+        for c in model.components
+    )
+    return replace(model, components=components)
+
+
+def _open_hub(repository: str, variant: str | None) -> Model:
     from quantkit.models.hub import cached, download
 
     path = cached(repository)
     if path is not None:
         try:
-            return _open_directory(path, wish)
+            return _open_directory(path, variant)
         except ModelError:
             # Only part of it was ever downloaded, as by another program: fetch the rest below.
             pass
-    return _open_directory(download(repository, wish.variant), wish)
+    return _open_directory(download(repository, variant), variant)
 
 
-def _open_directory(path: Path, wish: _Wish) -> Model:
+def _open_directory(path: Path, variant: str | None) -> Model:
     if (path / "model_index.json").is_file():
-        return Model(path, True, _open_pipeline(path, wish), wish.variant)
+        return Model(path, True, _open_pipeline(path, variant), variant)
     if not (path / "config.json").is_file():
         raise ModelError(
             f"{path}: not a diffusers directory: found neither model_index.json (a pipeline) nor "
             "config.json (a component)"
         )
-    return Model(path, False, (_open_component(path, "", wish),), wish.variant)
+    return Model(path, False, (_open_component(path, "", variant),), variant)
 
 
-def _open_pipeline(path: Path, wish: _Wish) -> tuple[Component, ...]:
+def _open_pipeline(path: Path, variant: str | None) -> tuple[Component, ...]:
     classes = read_pipeline_index(path)
     names = denoiser_names(classes)
     if not names:
@@ -163,8 +164,8 @@ def _open_pipeline(path: Path, wish: _Wish) -> tuple[Component, ...]:
             f"{path}: model_index.json names no unet or transformer (found {found:.200})"
         )
     for name, (library, class_name) in read_models(path).items():
-        find_weights(path / name, library, class_name, wish.variant)
-    return tuple(_open_component(path / name, name, wish) for name in names)
+        find_weights(path / name, library, class_name, variant)
+    return tuple(_open_component(path / name, name, variant) for name in names)
 
 
 def open_encoders(model: Model) -> tuple[Component, ...]:
@@ -208,22 +209,21 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _open_component(path: Path, name: str, wish: _Wish) -> Component:
+def _open_component(path: Path, name: str, variant: str | None) -> Component:
     config = _read_config(path)
     class_name = config.get("_class_name")
     if not isinstance(class_name, str):
-        return _open_encoder(path, name, _architecture(path, config), wish.variant)
+        return _open_encoder(path, name, _architecture(path, config), variant)
     try:
-        family = find_family(class_name, wish.family)
+        family = find_family(class_name)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    found = find_weights(path, "diffusers", class_name, wish.variant)
-    if wish.variant not in (None, found.variant):
+    found = find_weights(path, "diffusers", class_name, variant)
+    if variant not in (None, found.variant):
         variants = weight_files(path, "diffusers", class_name).keys() - {""}
         there = ", ".join(sorted(variants)) or "no variant"
         raise ModelError(
-            f"{path}: no weights of variant {wish.variant}, found {there}; choose one of these, or "
-            "none",
+            f"{path}: no weights of variant {variant}, found {there}; choose one of these, or none",
             fields=("variant",),
         )
     return Component(

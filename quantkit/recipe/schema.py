@@ -134,6 +134,8 @@ class Recipe(Strict):
 
     name: Annotated[str, AfterValidator(printable)]
     description: str = ""
+    #: whose rows tell what layers of denoisers do, as general; None: that of the model's class
+    family: str | None = None
     #: what the model's family sets for a recipe of this name takes the place of keys that are not
     #: set here; None: nothing does
     tuned: Literal["fp8", "int8", "int4", "fp8-gptq", "fp8-sparse-budget"] | None = None

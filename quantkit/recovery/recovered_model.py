@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantkit.errors import ModelError, NonFiniteError, OutputError
 from quantkit.models.layers import list_layers
-from quantkit.models.source import Component, Model, open_model
+from quantkit.models.source import Component, Model, of_family, open_model
 from quantkit.models.source_tensors import read_source, read_tensor, read_tensors
 from quantkit.numerics.packing import from_rows
 from quantkit.recovery.distill.recover import Recovered
@@ -86,7 +86,7 @@ def write_recovered(
         copy_files(model.path, stage, _copied(model, component))
         for shard in component.shards:
             _write_shard(shard, stage / component.name / shard.name, recovered)
-        written = open_model(str(stage), family=component.family.name).components[0]
+        written = of_family(open_model(str(stage)), component.family.name).components[0]
         updated = {
             layer.name: replace(
                 chosen[layer.name], source_digest=sha256_of(layer.shard, layer.weight), error=0.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 from quantkit.errors import ModelError
 from quantkit.models.recipe_check import refuse_unmatched
 from quantkit.models.recommended import tuned
-from quantkit.models.source import Model, SingleFile, open_model
+from quantkit.models.source import Model, SingleFile, of_family, open_model
 from quantkit.models.treated import recipe_of
 from quantkit.recipe.fields import section_of
 from quantkit.recipe.load import load_recipe
@@ -29,8 +29,8 @@ MasksLike: TypeAlias = Union[str, Path, "MaskSet"]
 PromptsLike: TypeAlias = str | Path | Sequence[str]
 
 
-def as_model(model: ModelLike, *, family: str | None = None, variant: str | None = None) -> Model:
-    """Return the model, opened if it is not: of a family and a variant of weights if named.
+def as_model(model: ModelLike, *, variant: str | None = None) -> Model:
+    """Return the model, opened if it is not: of a variant of weights if named.
 
     Raises:
         ModelError: as ``open_model``; a variant of a single file.
@@ -42,10 +42,10 @@ def as_model(model: ModelLike, *, family: str | None = None, variant: str | None
             )
         from quantkit.workflow.single_file import open_single_file
 
-        return open_single_file(model, family=family)
+        return open_single_file(model)
     if isinstance(model, Model):
         return model
-    return open_model(model, family=family, variant=variant)
+    return open_model(model, variant=variant)
 
 
 def as_recipe(recipe: RecipeLike) -> Recipe:
@@ -63,24 +63,25 @@ def opened(model: ModelLike, recipe: RecipeLike) -> tuple[Model, Recipe]:
         RecipeError: as ``load_recipe`` and ``fitted``.
     """
     chosen = as_recipe(recipe)
-    source = as_model(model)
-    return source, fitted(chosen, name_of(recipe), source)
+    return fitted(as_model(model), chosen, name_of(recipe))
 
 
-def fitted(recipe: Recipe, where: str, model: Model) -> Recipe:
-    """Return the recipe as the model's layers follow it.
+def fitted(model: Model, recipe: Recipe, where: str) -> tuple[Model, Recipe]:
+    """Return a model, of the family that a recipe names, and the recipe as its layers follow it.
 
     Args:
+        model: a pipeline, a denoiser or a text encoder.
         recipe: any.
         where: what messages call it.
-        model: a pipeline, a denoiser or a text encoder.
 
     Raises:
+        ModelError: the recipe names no family that there is.
         RecipeError: as ``recipe_of`` and ``refuse_unmatched``.
     """
-    own = recipe_of(model, recipe)
-    refuse_unmatched(own, where, model)
-    return tuned(own, model.components[0].family)
+    source = model if recipe.family is None else of_family(model, recipe.family)
+    own = recipe_of(source, recipe)
+    refuse_unmatched(own, where, source)
+    return source, tuned(own, source.components[0].family)
 
 
 def with_encoders(recipe: RecipeLike, text_encoders: str | None) -> RecipeLike:

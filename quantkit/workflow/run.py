@@ -258,7 +258,7 @@ class _RunInputs:
         name = str(opened.path if opened else model)
         found = require_pipeline(opened or name)
         source = opened or found
-        chosen = fitted(chosen, name_of(recipe), source)
+        source, chosen = fitted(source, chosen, name_of(recipe))
         _check_outputs(Path(output), chosen, source, force=force)
         return cls(name, opened or name, source, chosen, Path(output))
 

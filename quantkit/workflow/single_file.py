@@ -151,14 +151,11 @@ def import_file(
     return _summary(model, place)
 
 
-def open_single_file(
-    source: SingleFile, *, family: str | None = None, progress: Progress = silent
-) -> Model:
+def open_single_file(source: SingleFile, *, progress: Progress = silent) -> Model:
     """Return the model of a single file, whose 16-bit weights lie in quantkit's cache.
 
     Args:
         source: the file and its config.
-        family: name of the family that the denoiser is taken for; None: that of its class.
         progress: told of tensors unpacked.
 
     Returns:
@@ -186,7 +183,7 @@ def open_single_file(
     # When it was used last, for whoever makes room; a cache that is only read does without.
     with suppress(OSError):
         os.utime(folder)
-    model = open_model(folder, family=family)
+    model = open_model(folder)
     blocks = blocks_of(checked)
     components = tuple(replace(component, blocks=blocks) for component in model.components)
     return replace(model, components=components)

@@ -15,7 +15,7 @@ from quantkit.models.family import CONDITION, FEW, FIRST, LAST, MODULATION, TEXT
 from quantkit.models.general_family import GENERAL
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.layers import list_layers
-from quantkit.models.source import open_model
+from quantkit.models.source import of_family, open_model
 from quantkit.recipe.load import parse_recipe
 from tests.support.denoiser_classes import ROWS
 from tests.support.headers import write_component
@@ -104,7 +104,7 @@ def test_other_kinds_are_left_alone(class_name, kind, tmp_path):
     (row,) = [row for row in ROWS if row.class_name == class_name]
     model = tiny_model(row)
     model.save_pretrained(tmp_path)
-    component = open_model(tmp_path, family="general").components[0]
+    component = of_family(open_model(tmp_path), "general").components[0]
     layers = {layer.name for layer in list_layers(component)}
     others = {name for name, module in model.named_modules() if _kind(module) == kind}
     dense = {name for name, m in model.named_modules() if _kind(m) in {"Linear", "Conv2d"}}
@@ -185,15 +185,19 @@ def test_what_a_recipe_calls_no_layer_is_copied(tmp_path):
     assert all((p.scheme is None) == (p.layer.name in left) for p in plans)
 
 
-def test_the_command_line_names_another_family(transformer_dir, tmp_path):
-    def planned(*words):
-        arguments = ["pack", str(transformer_dir), "-r", "fp8", "-o", str(tmp_path / "o")]
-        return CliRunner().invoke(command, [*arguments, "-n", "--json", "-q", *words])
+def test_a_recipe_names_another_family(transformer_dir, tmp_path):
+    def planned(family):
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(f"{{name: t, family: {family}}}")
+        arguments = ["pack", str(transformer_dir), "-r", str(recipe), "-o", str(tmp_path / "o")]
+        return CliRunner().invoke(command, [*arguments, "-n", "--json", "-q"])
 
-    assert planned("--family", "general").stdout == planned().stdout
-    kept = [x for x in json.loads(planned("--family", "unet").stdout)["layers"] if not x["scheme"]]
-    assert not kept
-    refused = planned("--family", "unte")
+    def kept(family):
+        return [x["name"] for x in json.loads(planned(family).stdout)["layers"] if not x["scheme"]]
+
+    assert kept("general") == kept("null") != []
+    assert kept("unet") == []
+    refused = planned("unte")
     assert isinstance(refused.exception, ModelError)
     assert "family 'unte': unknown, wanted one of unet, " in str(refused.exception)
 
@@ -206,4 +210,4 @@ def test_headers_alone_are_read_of_tuned_families(tmp_path, monkeypatch):
     path = write_component(tmp_path / "c", "FluxTransformer2DModel", {"a.weight": [16, 16]})
     assert len(list_layers(open_model(path).components[0])) == 1
     with pytest.raises(AssertionError):
-        list_layers(open_model(path, family="general").components[0])
+        list_layers(of_family(open_model(path), "general").components[0])

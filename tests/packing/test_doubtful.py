@@ -6,7 +6,7 @@ import pytest
 
 from quantkit.calibration.collect import observed_layers
 from quantkit.checkpoint.reader import open_packed
-from quantkit.models.source import open_model
+from quantkit.models.source import of_family, open_model
 from quantkit.packing.pack import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
@@ -18,7 +18,7 @@ INT8 = {"weight": {"format": "int8"}}
 
 def packed(folder, output, recipe, calibration):
     """Pack as a model of the general family: the names of layers, and why others were kept."""
-    model, recipe = open_model(folder, family="general"), Recipe(name="t", **recipe)
+    model, recipe = of_family(open_model(folder), "general"), Recipe(name="t", **recipe)
     summary = pack(
         model, recipe, output, calibration=calibration, masks=None, threads=1, force=False,
         progress=silent,
@@ -41,7 +41,7 @@ def test_statistics_decide_of_layers_outside_of_the_blocks(tmp_path):
 
 def test_calibration_observes_them(tmp_path):
     source, _ = outlying(tmp_path / "model", "a.fc", 1)
-    component = open_model(source, family="general").components[0]
+    component = of_family(open_model(source), "general").components[0]
     observed = {layer.name for layer in observed_layers(component, Recipe(name="t"))}
     assert observed == {"a.conv", "a.point", "a.fc"}
     tuned = replace(component, family=open_model(source).components[0].family)
