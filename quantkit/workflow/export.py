@@ -222,7 +222,7 @@ def export(
         source = _source(model, how, exporter, progress)
         if exporter.directory:
             refuse_rest(source)
-        asked = None if how is None else as_recipe(exporter.recipe if recipe is None else recipe)
+        asked = None if how is None else _recipe_of(exporter, recipe)
         wish = Wish(source, variant, convolutions, requantize)
         plan = _planned(exporter, wish, asked)
         if dry_run:
@@ -271,11 +271,17 @@ def _quantizing(
                 )
                 raise InputError(f"{name} {value!s:.200}: {why}; drop it", fields=(name,))
         return None
-    recipe = as_recipe(exporter.recipe if given["recipe"] is None else given["recipe"])
-    recipe = for_target(recipe, to, encoders=exporter.encoders)
+    recipe = for_target(_recipe_of(exporter, given["recipe"]), to, encoders=exporter.encoders)
     if not exporter.convolutions:
         recipe = recipe.model_copy(update={"convolutions": False})
     return Quantizing(recipe, as_calibration(given["calibration"]), as_hessians(given["hessians"]))
+
+
+def _recipe_of(exporter: Exporter, recipe: RecipeLike | None) -> Recipe:
+    """Return the recipe of a 16-bit model; by the target's own, all that the family keeps stays."""
+    if recipe is not None:
+        return as_recipe(recipe)
+    return as_recipe(exporter.recipe).model_copy(update={"tuned": None})
 
 
 def _check(output: Path, model: ModelLike, exporter: Exporter, *, force: bool) -> None:

@@ -145,6 +145,15 @@ def test_diffusers_reads_fp8r_rows_bit_for_bit(name, packed, saved, tmp_path):
         assert torch.equal(rows, wanted[layer]), layer
 
 
+@pytest.mark.parametrize(("how", "dtype"), [(None, torch.float32), ("fp8", torch.float8_e4m3fn)])
+def test_modulation_stays_unless_a_recipe_says_otherwise(how, dtype, saved, tmp_path):
+    export(saved("sd3"), to="fp8r", recipe=how, output=tmp_path / "m.safetensors")
+    found = {n: t.dtype for n, t in load_file(tmp_path / "m.safetensors").items()}
+    modulation = {kind for name, kind in found.items() if name.endswith(".norm1.linear.weight")}
+    assert modulation == {dtype}
+    assert found["transformer_blocks.0.attn.to_q.weight"] is torch.float8_e4m3fn
+
+
 @pytest.fixture
 def _narrow_flux(monkeypatch):
     let_diffusers_read_narrow_flux(monkeypatch)
