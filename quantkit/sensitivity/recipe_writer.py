@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from math import fsum
 from pathlib import Path
-from typing import Any
 
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS
 from quantkit.recipe.attention import AttentionRecipe
+from quantkit.recipe.dump import recipe_text
 from quantkit.recipe.schema import LayerSettings, Override, Recipe, SparsityRecipe
 from quantkit.sensitivity.budget import Assignment
 from quantkit.sensitivity.result import ATTENTION, Sensitivity
@@ -122,31 +122,6 @@ def _override(
     )
 
 
-def recipe_text(recipe: Recipe, remarks: dict[str, str]) -> str:
-    """Return what the recipe sets, as YAML.
-
-    Args:
-        recipe: any.
-        remarks: what stands as a comment beside a layer of its overrides, by module path.
-    """
-    import yaml
-
-    values = _ordered(recipe.model_dump(mode="json", exclude_none=True, exclude_unset=True))
-    overrides: list[dict[str, Any]] = values.pop("overrides", [])
-    text = yaml.safe_dump(values, sort_keys=False, width=100)
-    if not overrides:
-        return text
-    lines = ["overrides:"]
-    for override in overrides:
-        lines.append("- layers:")
-        for layer in override.pop("layers"):
-            remark = f"  # {remarks[layer]}" if layer in remarks else ""
-            lines.append(f"  - {_quoted(layer)}{remark}")
-        rest = yaml.safe_dump(override, sort_keys=False, width=100)
-        lines += [f"  {line}" for line in rest.splitlines()]
-    return text + "\n".join(lines) + "\n"
-
-
 def save_recipe(recipe: Recipe, remarks: dict[str, str], path: Path, *, force: bool) -> None:
     """Write the recipe as YAML.
 
@@ -155,14 +130,3 @@ def save_recipe(recipe: Recipe, remarks: dict[str, str], path: Path, *, force: b
     """
     with staged_file(path, force=force) as stage:
         stage.write_text(YAML_MARK + recipe_text(recipe, remarks), encoding="utf-8")
-
-
-def _ordered(values: dict[str, Any]) -> dict[str, Any]:
-    """Put what a person would write first, first, and leave out what is empty."""
-    first = ("name", "description", "weight", "activation", "sparsity")
-    return {key: values[key] for key in (*first, *values) if values.get(key) not in (None, [])}
-
-
-def _quoted(text: str) -> str:
-    """Return a YAML scalar that means the text, globs and all."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

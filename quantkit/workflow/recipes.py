@@ -7,9 +7,9 @@ from typing import Any
 from quantkit.models.general_family import GENERAL
 from quantkit.models.recommended import recipes_for, tuned
 from quantkit.packing.dry_run import forecast_pack, missing_artefacts
+from quantkit.recipe import dump
 from quantkit.recipe.load import load_recipe, recipe_names
 from quantkit.recipe.schema import Recipe
-from quantkit.sensitivity import recipe_writer
 from quantkit.workflow.inputs import ModelLike, RecipeLike, as_model, as_recipe, opened
 
 
@@ -82,7 +82,7 @@ def recipe_text(recipe: RecipeLike, model: ModelLike | None = None) -> str:
         RecipeError: as ``load_recipe``; a glob that matches no layer of the model.
     """
     chosen = as_recipe(recipe) if model is None else opened(model, recipe)[1]
-    return recipe_writer.recipe_text(chosen, {})
+    return dump.recipe_text(chosen, {})
 
 
 def _listed(recipe: Recipe) -> Listed:

@@ -10,9 +10,9 @@ from quantkit.errors import ArtefactError, OutputError, RecipeError
 from quantkit.models.source import open_model
 from quantkit.packing.pack import plan_pack
 from quantkit.progress import silent
+from quantkit.recipe.dump import recipe_text
 from quantkit.recipe.load import load_recipe, parse_recipe
 from quantkit.sensitivity.plot import save_plot
-from quantkit.sensitivity.recipe_writer import recipe_text
 from quantkit.sensitivity.result import Measured, load_sensitivity, save_sensitivity, to_json
 from tests.support.sensitivities import PACKING, choose, three_layers
 
@@ -90,6 +90,13 @@ def test_bundled_recipes_survive_being_written():
     for name in recipe_names():
         recipe = load_recipe(name)
         assert parse_recipe(recipe_text(recipe, {}), where=name) == recipe
+
+
+def test_an_override_that_says_nothing_survives_being_written():
+    recipe = parse_recipe(
+        "{name: t, overrides: [{layers: [a]}, {layers: [b], keep: true}]}", where="t"
+    )
+    assert parse_recipe(recipe_text(recipe, {}), where="t") == recipe
 
 
 def test_recipe_with_a_budget_is_not_packed(pipeline_dir):

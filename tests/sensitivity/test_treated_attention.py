@@ -14,10 +14,10 @@ from quantkit.models.attention import Heads
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.recipe.attention import AttentionRecipe
+from quantkit.recipe.dump import recipe_text
 from quantkit.recipe.load import load_recipe, parse_recipe
 from quantkit.sensitivity.budget import allowed_names
 from quantkit.sensitivity.cost import PeakRates, attention_seconds
-from quantkit.sensitivity.recipe_writer import recipe_text
 from quantkit.sensitivity.result import (
     LayerSensitivity,
     Outcome,
