@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-from quantkit.eval.backbones import ClipBackbone, load_clip
+from quantkit.eval.measuring.backbones import ClipBackbone, load_clip
 from skimage.metrics import structural_similarity
 
 import quantkit
-from quantkit.calibration.statistics import load_calibration
-from quantkit.checkpoint.attention import CHILD, HeadShape
+from quantkit.calibration.statistics.layer_statistics import load_calibration
+from quantkit.checkpoint.packed_attention import CHILD, HeadShape
 from quantkit.device.backends import Backend, use
-from quantkit.inference import head_scales
+from quantkit.inference.layers import head_scales
 from quantkit.numerics.attention_scales import SHAPES
-from quantkit.packing.attention import static_scales
+from quantkit.packing.attention_plan import static_scales
 
 ASSETS = Path(__file__).parents[1] / "eval" / "assets"
 PROMPTS, BATCH = 64, 16

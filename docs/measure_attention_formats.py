@@ -19,15 +19,15 @@ from measure_attention import ASSETS, DEVICE, OTHER_SEED, PROMPTS, SEEN, draw
 from skimage.metrics import structural_similarity
 
 import quantkit
-from quantkit.calibration.attention_statistics import AttentionStatistics
-from quantkit.checkpoint.attention import CHILD
+from quantkit.calibration.statistics.attention_statistics import AttentionStatistics
+from quantkit.checkpoint.packed_attention import CHILD
 from quantkit.device.backends import Backend, use
-from quantkit.inference import head_scales
-from quantkit.inference.attention import install
+from quantkit.inference.attention.coded_attention import install
+from quantkit.inference.layers import head_scales
 from quantkit.models.source import open_model
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS
-from quantkit.packing.attention import plan_attention
-from quantkit.recipe.attention import STRATEGIES, AttentionRecipe
+from quantkit.packing.attention_plan import plan_attention
+from quantkit.recipe.attention_recipe import STRATEGIES, AttentionRecipe
 from quantkit.recipe.schema import Recipe
 
 #: of ``adaptive``, besides its own

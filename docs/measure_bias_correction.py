@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import quantkit
-from quantkit.inference.packed_layer import PackedLayer
+from quantkit.inference.layers.packed_layer import PackedLayer
 from quantkit.models.source import open_model
 from quantkit.pipelines.batches import split_batches
 from quantkit.pipelines.running import load_pipeline, quiet_libraries, read_prompts, run_batch

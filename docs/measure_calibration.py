@@ -18,9 +18,9 @@ from pathlib import Path
 import click
 import torch
 
-from quantkit.calibration.collect import observed_layers
-from quantkit.calibration.merge import Part, join_parts
-from quantkit.calibration.observed_pipeline import ObservedPipeline
+from quantkit.calibration.observing.collect import observed_layers
+from quantkit.calibration.observing.observed_pipeline import ObservedPipeline
+from quantkit.calibration.statistics.merge import Part, join_parts
 from quantkit.models.source import open_model
 from quantkit.pipelines.batches import Batch, GrowingBatches, split_batches
 from quantkit.pipelines.processes import Processes, joined

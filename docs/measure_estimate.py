@@ -21,16 +21,16 @@ from pathlib import Path
 
 import click
 
-from quantkit.bench.denoisers import DENOISERS, Denoiser
 from quantkit.bench.estimate.cards import Card, find_card
-from quantkit.bench.estimate.cost import time_kernels
+from quantkit.bench.estimate.estimate_figures import EstimateRow, Span
+from quantkit.bench.estimate.estimate_step import estimate_step, kernels_of
 from quantkit.bench.estimate.groups import GROUPS, LAUNCHES, PROFILED
-from quantkit.bench.estimate.models import trace_contender
-from quantkit.bench.estimate.result import EstimateRow, Span
-from quantkit.bench.estimate.run import estimate_step, kernels_of
-from quantkit.bench.model_contenders import MODEL_CONTENDERS, ModelContender
-from quantkit.bench.model_result import ModelBenchSettings
-from quantkit.bench.profiling import group_of
+from quantkit.bench.estimate.kernel_cost import time_kernels
+from quantkit.bench.estimate.shape_models import trace_contender
+from quantkit.bench.models.denoisers import DENOISERS, Denoiser
+from quantkit.bench.models.model_contenders import MODEL_CONTENDERS, ModelContender
+from quantkit.bench.models.model_result import ModelBenchSettings
+from quantkit.bench.models.profiling import group_of
 from quantkit.device.archs import arch_of_device
 from quantkit.progress import silent
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.device.ops import call
 from quantkit.device.ops.table import OPS
-from quantkit.numerics.attention import padded
+from quantkit.numerics.attention_factors import padded
 
 ROUNDS, BYTES = 7, 160e6
 #: pictures, heads, tokens of the first stream and of the second, columns; norm and rotation

@@ -10,7 +10,7 @@ import click
 import torch
 from torch import nn
 
-from quantkit.inference.modules import pack_module
+from quantkit.inference.layers.modules import pack_module
 from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme

@@ -13,7 +13,7 @@ import diffusers
 import torch
 
 import quantkit  # noqa: F401  diffusers then knows packed components
-from quantkit.inference.checksums import VARIABLE
+from quantkit.inference.loading.checksums import VARIABLE
 
 RUNS = 7
 

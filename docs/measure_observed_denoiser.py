@@ -16,12 +16,12 @@ import torch
 from diffusers import EulerDiscreteScheduler
 from torch import nn
 
-from quantkit.bench.denoiser_inputs import make_inputs
-from quantkit.bench.denoisers import build_denoiser, find_denoiser
-from quantkit.calibration.hooks import Collector
-from quantkit.calibration.moment_collector import MomentCollector
+from quantkit.bench.models.denoiser_inputs import make_inputs
+from quantkit.bench.models.denoisers import build_denoiser, find_denoiser
+from quantkit.calibration.moments.moment_collector import MomentCollector
+from quantkit.calibration.observing.hooks import Collector
+from quantkit.models.component_layers import Layer
 from quantkit.models.families import find_family
-from quantkit.models.layers import Layer
 from quantkit.pipelines.batches import at_once, split_batches
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.storage.tensorfile import TensorInfo

@@ -11,15 +11,15 @@ from typing import Any
 
 import click
 import torch
-from quantkit.eval.backbones import Backbones, load_clip
-from quantkit.eval.comparison import Comparison, compare
-from quantkit.eval.composition import find_bounds, sort_pictures
-from quantkit.eval.generation import generate, make_settings
-from quantkit.eval.images import Pairs
-from quantkit.eval.noise_floor import picture_names, wide_products
+from quantkit.eval.judging.noise_floor import picture_names, wide_products
+from quantkit.eval.measuring.backbones import Backbones, load_clip
+from quantkit.eval.measuring.comparison import Comparison, compare
+from quantkit.eval.measuring.composition import find_bounds, sort_pictures
+from quantkit.eval.measuring.generation import generate, make_settings
+from quantkit.eval.measuring.pictures import Pairs
 
 from quantkit.device.backends import Backend, use
-from quantkit.inference.loading import load_pipeline as load_packed
+from quantkit.inference.loading.pipeline_loading import load_pipeline as load_packed
 from quantkit.models.source import open_model
 from quantkit.pipelines.running import load_pipeline, quiet_libraries, read_prompts
 from quantkit.resources import demo_assets

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quantkit.bench.compiling import captured
-from quantkit.bench.timing import Stopwatch, TimingPlan
+from quantkit.bench.kernels.compiled_blocks import captured
+from quantkit.bench.kernels.timing import Stopwatch, TimingPlan
 from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.devices import find_device
 from quantkit.device.hopper.gemm import Family, HopperKernel, Sums
 from quantkit.device.hopper.projections import COSTS, TILES
 from quantkit.device.ops.call import call
 from quantkit.device.ops.table import OPS, name_for
-from quantkit.numerics.attention import padded
-from quantkit.numerics.packing import LEGAL_NIBBLES
+from quantkit.numerics.attention_factors import padded
+from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES
 
 PLAN = TimingPlan(warmup=2, repeats=15, seconds=2)
 #: pictures, tokens, heads, columns of a head; K is heads times columns

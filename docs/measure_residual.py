@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.device.ops import call
 from quantkit.device.ops.table import OPS
-from quantkit.numerics.windows import Windows
+from quantkit.numerics.conv_windows import Windows
 
 CALLS, SETS, ROUNDS = 24, 4, 12
 FP8 = ("e4m3fn", "e4m3fn")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quantkit.bench.compiling import captured
-from quantkit.bench.timing import Stopwatch, TimingPlan
+from quantkit.bench.kernels.compiled_blocks import captured
+from quantkit.bench.kernels.timing import Stopwatch, TimingPlan
 from quantkit.device.ops.call import call
 from quantkit.device.ops.table import OPS
-from quantkit.numerics.attention import HeadFactors, head_factors, measured_scales
+from quantkit.numerics.attention_factors import HeadFactors, head_factors, measured_scales
 
 PLAN = TimingPlan(warmup=2, repeats=9, seconds=1)
 #: pictures, heads, tokens of the first stream and of the second, columns, norms, rotation

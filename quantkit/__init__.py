@@ -5,17 +5,18 @@ directory. It imports nothing heavy: torch and diffusers come with the first cal
 """
 
 from quantkit._version import __version__ as __version__
-from quantkit.inference import hook as _hook
+from quantkit.inference.loading import hook as _hook
 
 TYPE_CHECKING = False  # the typing module takes longer to import than all of this
 if TYPE_CHECKING:
     from quantkit.device.backends import fast_sums as fast_sums
-    from quantkit.inference.attention import attention as attention
-    from quantkit.inference.loading import load_pipeline as load_pipeline
+    from quantkit.inference.attention.coded_attention import attention as attention
+    from quantkit.inference.loading.pipeline_loading import load_pipeline as load_pipeline
     from quantkit.models.source import SingleFile as SingleFile
     from quantkit.models.source import open_model as open_model
     from quantkit.pipelines.replay import replay as replay
     from quantkit.recipe.load import load_recipe as load_recipe
+    from quantkit.workflow.arguments import Sampling as Sampling
     from quantkit.workflow.calibrate import calibrate as calibrate
     from quantkit.workflow.calibrate import merge_calibrations as merge_calibrations
     from quantkit.workflow.evaluate import EvaluationSettings as EvaluationSettings
@@ -24,18 +25,17 @@ if TYPE_CHECKING:
     from quantkit.workflow.evaluate import evaluate as evaluate
     from quantkit.workflow.export import export as export
     from quantkit.workflow.hessians import calibrate_hessians as calibrate_hessians
-    from quantkit.workflow.inputs import Sampling as Sampling
     from quantkit.workflow.inspect import inspect as inspect
     from quantkit.workflow.optimize import Budget as Budget
     from quantkit.workflow.optimize import Pictures as Pictures
     from quantkit.workflow.optimize import optimize as optimize
     from quantkit.workflow.pack import pack as pack
     from quantkit.workflow.recover import recover as recover
+    from quantkit.workflow.recovery_settings import Training as Training
     from quantkit.workflow.run import run as run
     from quantkit.workflow.sensitivity import measure_sensitivity as measure_sensitivity
     from quantkit.workflow.single_file import import_file as import_file
     from quantkit.workflow.sparsify import sparsify as sparsify
-    from quantkit.workflow.training import Training as Training
     from quantkit.workflow.verify import verify as verify
 
 #: Every name of the API, and the module that it is imported from when it is first asked for.
@@ -44,10 +44,10 @@ _HOMES = {
     "EvaluationSettings": "workflow.evaluate",
     "Limits": "workflow.evaluate",
     "Pictures": "workflow.optimize",
-    "Sampling": "workflow.inputs",
+    "Sampling": "workflow.arguments",
     "SingleFile": "models.source",
-    "Training": "workflow.training",
-    "attention": "inference.attention",
+    "Training": "workflow.recovery_settings",
+    "attention": "inference.attention.coded_attention",
     "calibrate": "workflow.calibrate",
     "calibrate_hessians": "workflow.hessians",
     "compare": "workflow.evaluate",
@@ -56,7 +56,7 @@ _HOMES = {
     "fast_sums": "device.backends",
     "import_file": "workflow.single_file",
     "inspect": "workflow.inspect",
-    "load_pipeline": "inference.loading",
+    "load_pipeline": "inference.loading.pipeline_loading",
     "load_recipe": "recipe.load",
     "measure_sensitivity": "workflow.sensitivity",
     "merge_calibrations": "workflow.calibrate",

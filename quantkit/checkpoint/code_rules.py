@@ -114,7 +114,7 @@ def _fill(descriptor: int, view: memoryview, position: int) -> None:
 
 def _by_torch(parts: Mapping[str, Tensor], scheme: Scheme) -> Faults:
     from quantkit.numerics.nibbles import factors_are_legal
-    from quantkit.numerics.packing import metadata_is_legal
+    from quantkit.numerics.packed_2to4 import metadata_is_legal
 
     factors, meta = parts.get("weight_group"), parts.get("weight_meta")
     if factors is not None and not factors_are_legal(factors):
@@ -150,7 +150,7 @@ def _sizes(parts: Mapping[str, Tensor], scheme: Scheme) -> tuple[Tensor, int]:
 
 def _zero_groups(sizes: Tensor, meta: Tensor | None, scheme: Scheme) -> Tensor:
     """Return which scales serve only zeros, of the scales' shape."""
-    from quantkit.numerics.packing import unpack_two_of_four
+    from quantkit.numerics.packed_2to4 import unpack_two_of_four
 
     match scheme.granularity:
         case PerTensor():

@@ -74,7 +74,7 @@ class PackedComponent:
         """Return a tensor of a packed layer as it is stored, by its name."""
         import torch
 
-        from quantkit.checkpoint.dtypes import PACKED_DTYPES
+        from quantkit.checkpoint.torch_dtypes import PACKED_DTYPES
 
         info = self.tensors[name][1]
         return torch.frombuffer(self.read_bytes(name), dtype=PACKED_DTYPES[info.dtype]).reshape(
@@ -92,7 +92,7 @@ class PackedComponent:
         Returns:
             float32, the module's dense shape: (N, K) or (N, C, kh, kw).
         """
-        from quantkit.numerics.packing import from_rows
+        from quantkit.numerics.packed_2to4 import from_rows
         from quantkit.numerics.scales import dequantize
 
         scheme, shape = self.config.layers[layer], self.records[layer].shape
@@ -109,7 +109,7 @@ class PackedComponent:
         Returns:
             (N, K) float8 or int8, channels last; factors of int4 are multiplied in.
         """
-        from quantkit.numerics.packing import unpack_two_of_four
+        from quantkit.numerics.packed_2to4 import unpack_two_of_four
 
         scheme, parts = self.config.layers[layer], self.parts(layer)
         codes = stored_codes(parts).reshape(self.records[layer].shape[0], -1)

@@ -5,8 +5,8 @@ from collections.abc import Generator, Iterator, Sequence
 
 from quantkit.device.host.hashing import Parts, new_digest, run_together
 from quantkit.storage.digest import Claim, chunks_of_range
+from quantkit.storage.parallel_checks import in_threads
 from quantkit.storage.system import open_to_read
-from quantkit.storage.threads import in_threads
 
 #: Claims that a thread takes: enough to find each another of much the same size.
 _TAKEN = 8

@@ -8,8 +8,8 @@ from math import prod
 from typing import Any, Literal
 
 from quantkit._version import __version__
-from quantkit.checkpoint.attention import KEY as ATTENTION_KEY
-from quantkit.checkpoint.attention import PackedAttention, parse_attention
+from quantkit.checkpoint.packed_attention import KEY as ATTENTION_KEY
+from quantkit.checkpoint.packed_attention import PackedAttention, parse_attention
 from quantkit.checkpoint.schemes import check_keys, parse_scheme, scheme_to_json
 from quantkit.errors import CheckpointError
 from quantkit.models.quantizers import CONFIG_KEY

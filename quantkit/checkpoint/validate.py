@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.checkpoint.attention import CHILD
-from quantkit.checkpoint.layout import DTYPE_ORDER, file_order
 from quantkit.checkpoint.metadata import LayerRecord, ShardMetadata
+from quantkit.checkpoint.packed_attention import CHILD
 from quantkit.checkpoint.spec import (
     PACKED_PARTS,
     PackedConfig,
@@ -17,6 +16,7 @@ from quantkit.checkpoint.spec import (
     attention_tensors,
     layer_tensors,
 )
+from quantkit.checkpoint.tensor_layout import DTYPE_ORDER, file_order
 from quantkit.errors import CheckpointError
 from quantkit.storage.tensorfile import Header, TensorInfo
 

@@ -33,7 +33,7 @@ from quantkit.models.skeleton import Contents, misfits, some
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
 from quantkit.storage.copying import list_files
-from quantkit.storage.threads import in_threads
+from quantkit.storage.parallel_checks import in_threads
 
 
 @dataclass(frozen=True)

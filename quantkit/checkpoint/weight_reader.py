@@ -75,7 +75,7 @@ class SourceTensor:
         """
         import torch
 
-        from quantkit.checkpoint.dtypes import FLOAT_DTYPES
+        from quantkit.checkpoint.torch_dtypes import FLOAT_DTYPES
 
         shape = self.info.shape
         n, k = shape[0], prod(shape[1:])
@@ -133,7 +133,7 @@ def value_of(chunk: memoryview | bytearray, dtype: str, index: int) -> float:
     """Return a number of a chunk, of a dtype in ``NUMBERS``, for a message."""
     import torch
 
-    from quantkit.checkpoint.dtypes import NUMBER_DTYPES
+    from quantkit.checkpoint.torch_dtypes import NUMBER_DTYPES
 
     return float(torch.frombuffer(chunk, dtype=NUMBER_DTYPES[dtype])[index])
 
@@ -152,7 +152,7 @@ def first_broken(
         return checker.first_broken(chunk, dtype, positive=positive)
     import torch
 
-    from quantkit.checkpoint.dtypes import NUMBER_DTYPES
+    from quantkit.checkpoint.torch_dtypes import NUMBER_DTYPES
 
     values = torch.frombuffer(chunk, dtype=NUMBER_DTYPES[dtype])
     wide = values if values.dtype == torch.float64 else values.float()

@@ -14,31 +14,31 @@ import click
 
 from quantkit._version import __version__
 from quantkit.cli import (
-    bench,
-    bench_model,
-    cache,
-    calibrate,
-    demo,
-    doctor,
-    evaluate,
-    export,
+    bench_command,
+    bench_model_command,
+    cache_command,
+    calibrate_command,
+    demo_command,
+    doctor_command,
+    evaluate_command,
+    export_command,
     help_command,
-    hessian,
-    import_,
-    inspect,
-    kernels,
-    optimize,
-    pack,
-    recipes,
-    recover,
-    run,
-    sensitivity,
-    sparsify,
-    verify,
+    hessian_command,
+    import_command,
+    inspect_command,
+    kernels_command,
+    optimize_command,
+    pack_command,
+    recipes_command,
+    recover_command,
+    run_command,
+    sensitivity_command,
+    sparsify_command,
+    verify_command,
 )
 from quantkit.cli.console import ReaderGoneError, Warnings, print_error
 from quantkit.cli.library_noise import without_noise
-from quantkit.cli.streams import closed_to_others, drop_output, open_streams
+from quantkit.cli.standard_streams import closed_to_others, drop_output, open_streams
 from quantkit.errors import QuantkitError
 
 _STDOUT_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -65,26 +65,26 @@ def quantkit(verbose: bool) -> None:
         logging.getLogger("quantkit").setLevel(logging.INFO)
 
 
-calibrate.calibrate.add_command(sensitivity.sensitivity)
-calibrate.calibrate.add_command(optimize.optimize)
-calibrate.calibrate.add_command(hessian.hessian)
-quantkit.add_command(calibrate.calibrate)
-quantkit.add_command(sparsify.sparsify)
-quantkit.add_command(recover.recover)
-quantkit.add_command(pack.pack)
-quantkit.add_command(export.export)
-quantkit.add_command(import_.import_)
-quantkit.add_command(inspect.inspect)
-quantkit.add_command(verify.verify)
-quantkit.add_command(evaluate.evaluate)
-quantkit.add_command(run.run)
-kernels.kernels.add_command(bench.bench)
-quantkit.add_command(kernels.kernels)
-quantkit.add_command(bench_model.bench)
-quantkit.add_command(recipes.recipes)
-quantkit.add_command(doctor.doctor)
-quantkit.add_command(cache.cache)
-quantkit.add_command(demo.demo)
+calibrate_command.calibrate.add_command(sensitivity_command.sensitivity)
+calibrate_command.calibrate.add_command(optimize_command.optimize)
+calibrate_command.calibrate.add_command(hessian_command.hessian)
+quantkit.add_command(calibrate_command.calibrate)
+quantkit.add_command(sparsify_command.sparsify)
+quantkit.add_command(recover_command.recover)
+quantkit.add_command(pack_command.pack)
+quantkit.add_command(export_command.export)
+quantkit.add_command(import_command.import_)
+quantkit.add_command(inspect_command.inspect)
+quantkit.add_command(verify_command.verify)
+quantkit.add_command(evaluate_command.evaluate)
+quantkit.add_command(run_command.run)
+kernels_command.kernels.add_command(bench_command.bench)
+quantkit.add_command(kernels_command.kernels)
+quantkit.add_command(bench_model_command.bench)
+quantkit.add_command(recipes_command.recipes)
+quantkit.add_command(doctor_command.doctor)
+quantkit.add_command(cache_command.cache)
+quantkit.add_command(demo_command.demo)
 quantkit.add_command(help_command.help_command)
 
 

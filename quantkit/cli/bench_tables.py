@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from quantkit.cli.console import echo, print_table
 
 if TYPE_CHECKING:
-    from quantkit.bench.compare import Change, RunComparison
-    from quantkit.bench.machine import Machine
-    from quantkit.bench.model_result import ModelResult, ModelRow
-    from quantkit.bench.result import BenchResult, BenchRow
+    from quantkit.bench.kernels.compare import Change, RunComparison
+    from quantkit.bench.kernels.kernel_figures import BenchResult, BenchRow
+    from quantkit.bench.kernels.machine import Machine
+    from quantkit.bench.models.model_result import ModelResult, ModelRow
 
 _COLUMNS = (
     "contender",
@@ -27,8 +27,8 @@ _COLUMNS = (
 
 def print_result(result: "BenchResult") -> None:
     """Print the machine, its ceilings, a table per operation, and who did not take part."""
-    from quantkit.bench.kernels import OPERATIONS
-    from quantkit.bench.result import Verdict
+    from quantkit.bench.kernels.kernel_benchmark import OPERATIONS
+    from quantkit.bench.kernels.kernel_figures import Verdict
 
     _print_machine(result.machine, result.clocks)
     _print_ceilings(result)

@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING
 from quantkit.cli.console import echo, print_table
 
 if TYPE_CHECKING:
-    from quantkit.bench.estimate.result import EstimateResult, EstimateRow, GroupEstimate, Span
+    from quantkit.bench.estimate.estimate_figures import (
+        EstimateResult,
+        EstimateRow,
+        GroupEstimate,
+        Span,
+    )
 
 
 def print_estimate(result: "EstimateResult") -> None:

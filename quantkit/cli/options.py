@@ -127,7 +127,7 @@ def _complete(
         refuse_nowhere(value)
     if config is None and variant is None:
         return value
-    from quantkit.workflow.inputs import as_model
+    from quantkit.workflow.arguments import as_model
     from quantkit.workflow.single_file import single_file
 
     model = value if config is None else single_file(value, config)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from rich.text import Text
 
-    from quantkit.eval.live import SoFar
+    from quantkit.eval.pages.live import SoFar
 
 #: Columns of one picture, at most: two of them fit 80 columns with their gap.
 MOST_COLUMNS = 38

@@ -9,7 +9,7 @@ from quantkit.cli import options
 from quantkit.storage.limits import MAX_COUNT
 
 if TYPE_CHECKING:
-    from quantkit.workflow.training import Training
+    from quantkit.workflow.recovery_settings import Training
 
 Command = Callable[..., None]
 
@@ -111,6 +111,6 @@ def recovery_options(command: Command) -> Command:
 
 def training_of(given: dict[str, Any]) -> "Training":
     """Return the settings of a training that were given as options; others are not looked at."""
-    from quantkit.workflow.training import Training
+    from quantkit.workflow.recovery_settings import Training
 
     return Training(**{name: value for name, value in given.items() if value is not None})

@@ -9,11 +9,11 @@ from quantkit.cli.console import echo, print_table, print_verdict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from quantkit.eval.comparison import Comparison
-    from quantkit.eval.gates import Gate, State
-    from quantkit.eval.methods import Method
-    from quantkit.eval.noise_floor import FloorGap
-    from quantkit.eval.result import Report
+    from quantkit.eval.judging.evaluation_result import Report
+    from quantkit.eval.judging.gates import Gate, State
+    from quantkit.eval.judging.noise_floor import FloorGap
+    from quantkit.eval.measuring.comparison import Comparison
+    from quantkit.eval.pages.methods_table import Method
 
 
 #: Methods whose numbers and intervals fit a terminal beside one another.
@@ -22,8 +22,8 @@ _SIDE_BY_SIDE = 3
 
 def print_metrics(title: str, comparison: "Comparison") -> None:
     """Print every metric with its backbone, interval and extremes."""
-    from quantkit.eval.number_format import show, show_difference, show_mean
-    from quantkit.eval.tables import metric_rows
+    from quantkit.eval.measuring.number_format import show, show_difference, show_mean
+    from quantkit.eval.pages.tables import metric_rows
 
     rows = [
         (
@@ -42,8 +42,8 @@ def print_metrics(title: str, comparison: "Comparison") -> None:
 
 def print_floors(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None:
     """Print every noise floor and what the packed pipeline adds to it."""
-    from quantkit.eval.number_format import show_difference, show_mean
-    from quantkit.eval.tables import metric_rows
+    from quantkit.eval.measuring.number_format import show_difference, show_mean
+    from quantkit.eval.pages.tables import metric_rows
 
     table = metric_rows(comparison, gaps)
     for index, gap in enumerate(gaps):
@@ -62,7 +62,7 @@ def print_floors(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None
 
 def print_judges(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None:
     """Print what other judges make of the pictures, and of the noise floors'."""
-    from quantkit.eval.number_format import show_difference, show_mean
+    from quantkit.eval.measuring.number_format import show_difference, show_mean
 
     floors = [gap.floor for gap in gaps if gap.floor.comparison is not None]
     rows = [
@@ -81,7 +81,7 @@ def print_judges(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None
 
 
 def _judged_floor(comparison: "Comparison | None", index: int) -> str:
-    from quantkit.eval.number_format import show_difference, show_mean
+    from quantkit.eval.measuring.number_format import show_difference, show_mean
 
     if comparison is None:
         return "-"
@@ -91,7 +91,7 @@ def _judged_floor(comparison: "Comparison | None", index: int) -> str:
 
 def print_gates(gates: "tuple[Gate, ...]") -> None:
     """Print what each gate wanted and found."""
-    from quantkit.eval.number_format import show, show_interval
+    from quantkit.eval.measuring.number_format import show, show_interval
 
     rows = [
         (
@@ -111,7 +111,7 @@ def print_gates(gates: "tuple[Gate, ...]") -> None:
 
 def print_report(result: "Report", output: Path, *, preview: bool = True) -> None:
     """Print the report's numbers, the worst pair, its verdict, what to do, and where it lies."""
-    from quantkit.eval.sentences import kernel_sentence
+    from quantkit.eval.pages.sentences import kernel_sentence
 
     print_metrics(result.title, result.comparison)
     print_floors(result.comparison, result.noise_floor)
@@ -140,7 +140,7 @@ def print_worst(result: "Report", output: Path) -> None:
 
 def print_outcome(gates: "tuple[Gate, ...]", state: "State") -> None:
     """Print on the last line what the gates show."""
-    from quantkit.eval.verdict import headline
+    from quantkit.eval.judging.verdict import headline
 
     print_verdict(headline(gates), passed=shown(state))
 
@@ -158,7 +158,7 @@ def exit_by(state: "State") -> None:
 
 def print_methods(title: str, rows: "Sequence[Method]") -> None:
     """Print the table of methods, whole with the quantities down, or shorter if they are many."""
-    from quantkit.eval.methods import brief_cells, brief_headings, cells, headings
+    from quantkit.eval.pages.methods_table import brief_cells, brief_headings, cells, headings
 
     if len(rows) > _SIDE_BY_SIDE:
         print_table(title, brief_headings(rows), [brief_cells(row) for row in rows])

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.checkpoint.component import PackedComponent
-from quantkit.checkpoint.dtypes import FLOAT_DTYPES
+from quantkit.checkpoint.torch_dtypes import FLOAT_DTYPES
 from quantkit.checkpoint.verification import contents_of
 from quantkit.errors import ModelError, NonFiniteError
 from quantkit.interchange.gguf_file import all_finite
 from quantkit.interchange.layer_codes import LayerCodes, read_codes
+from quantkit.models.component_layers import SOURCE_DTYPES
 from quantkit.models.families import find_family
-from quantkit.models.layers import SOURCE_DTYPES
 from quantkit.models.source import Component
 from quantkit.models.source_tensors import read_tensor, source_tensors
 from quantkit.numerics.formats import NumberFormat

@@ -10,7 +10,7 @@ from quantkit.checkpoint.component import PackedComponent
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import Granularity
 from quantkit.numerics.least_error import choose_scale
-from quantkit.numerics.packing import from_rows, to_rows
+from quantkit.numerics.packed_2to4 import from_rows, to_rows
 from quantkit.numerics.scales import cast, power_of_two, quantize
 
 

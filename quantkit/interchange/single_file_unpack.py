@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.layout import Slot, encode_header, place
 from quantkit.checkpoint.spec import TensorSpec
+from quantkit.checkpoint.tensor_layout import Slot, encode_header, place
 from quantkit.errors import NonFiniteError
 from quantkit.interchange.checkpoint_parts import Part
 from quantkit.interchange.gguf_file import PLAIN, all_finite

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantkit._version import __version__
-from quantkit.checkpoint.dtypes import FLOAT_DTYPES, PACKED_DTYPES
-from quantkit.checkpoint.layout import Sink, encode_header, place
 from quantkit.checkpoint.spec import TensorSpec
+from quantkit.checkpoint.tensor_layout import Sink, encode_header, place
+from quantkit.checkpoint.torch_dtypes import FLOAT_DTYPES, PACKED_DTYPES
 from quantkit.errors import NonFiniteError, OutputError
 from quantkit.interchange.denoiser import Denoiser
 from quantkit.interchange.exported import Export

@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.dtypes import FLOAT_DTYPES
+from quantkit.checkpoint.torch_dtypes import FLOAT_DTYPES
 from quantkit.errors import CheckpointError
 from quantkit.interchange.denoiser import Denoiser
 from quantkit.interchange.joining import join

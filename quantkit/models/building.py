@@ -147,7 +147,7 @@ def _build_diffusers_model(config: Mapping[str, Any], tensors: int, place: str) 
 
 
 def _attention_of(model: Any) -> dict[str, str]:
-    from quantkit.models.attention import attention_modules, why_kept
+    from quantkit.models.attention_modules import attention_modules, why_kept
 
     return {name: why_kept(module.processor) for name, module in attention_modules(model)}
 

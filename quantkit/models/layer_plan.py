@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from quantkit.errors import RecipeError, ShapeError
+from quantkit.models.component_layers import Layer, list_layers
 from quantkit.models.family import Family
-from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component, StoredBlocks
 from quantkit.numerics.formats import NumberFormat, find_format
 from quantkit.numerics.granularity import Granularity, PerGroup, parse_granularity

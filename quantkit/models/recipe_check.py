@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from quantkit.errors import RecipeError
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import Model, open_encoders
 from quantkit.recipe.fields import matches
 from quantkit.recipe.load import did_you_mean

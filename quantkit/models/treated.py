@@ -1,7 +1,7 @@
 """Which components of a model are packed, and the recipe that each of them follows."""
 
+from quantkit.models.component_layers import list_layers
 from quantkit.models.layer_plan import kept_reason
-from quantkit.models.layers import list_layers
 from quantkit.models.source import Component, Model, open_encoders
 from quantkit.models.text_encoders import TEXT_ENCODERS
 from quantkit.recipe.schema import Recipe

@@ -16,7 +16,7 @@ from quantkit.numerics.threads import one_torch_thread
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from quantkit.packing.inputs import Inputs
+    from quantkit.packing.component_inputs import Inputs
 
 #: Share of its output's power that a doubtful layer may lose. FP8 takes 0.0011 of numbers that are
 #: spread evenly, half by the weight and half by the input: three bits of mantissa leave a step of

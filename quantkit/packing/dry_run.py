@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from quantkit.models.component_layers import list_layers
 from quantkit.models.layer_plan import plan_layers
-from quantkit.models.layers import list_layers
 from quantkit.models.treated import encoders_of
 from quantkit.numerics.masks import SPARSEGPT
-from quantkit.packing.attention import plan_attention
-from quantkit.packing.pack import complete_plan, summarize
+from quantkit.packing.attention_plan import plan_attention
+from quantkit.packing.pack_model import complete_plan, summarize
 from quantkit.packing.plan import (
     ComponentPlan,
     assemble_plan,
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from quantkit.calibration.hessian import Hessians
-    from quantkit.calibration.statistics import Calibration
+    from quantkit.calibration.moments.moment_files import Hessians
+    from quantkit.calibration.statistics.layer_statistics import Calibration
     from quantkit.models.source import Component, Model
     from quantkit.packing.summary import PackSummary
     from quantkit.recipe.schema import Recipe

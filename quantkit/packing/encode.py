@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from quantkit.checkpoint.layout import Sink
+    from quantkit.checkpoint.tensor_layout import Sink
     from quantkit.checkpoint.weight_reader import SourceTensor
     from quantkit.device.host.hashing import Parts
     from quantkit.packing.weight_plan import WeightPlan

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from quantkit.models.layer_plan import LayerPlan
-    from quantkit.packing.inputs import Inputs
+    from quantkit.packing.component_inputs import Inputs
     from quantkit.packing.output_error import OutputErrors
     from quantkit.progress import Progress
 

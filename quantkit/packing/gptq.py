@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.calibration.hessian import Hessians
+from quantkit.calibration.moments.moment_files import Hessians
 from quantkit.errors import NonFiniteError
-from quantkit.models.layers import Layer
+from quantkit.models.component_layers import Layer
 from quantkit.models.source import Component
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.obs import (

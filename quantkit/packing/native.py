@@ -20,7 +20,7 @@ from quantkit.errors import NonFiniteError
 from quantkit.numerics.formats import INT4
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.scale_rules import WEIGHT_SCALES, first_of_least
-from quantkit.packing.masks import ChosenMask
+from quantkit.packing.mask_source import ChosenMask
 from quantkit.storage.tensorfile import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from quantkit.checkpoint.layout import Sink
+    from quantkit.checkpoint.tensor_layout import Sink
     from quantkit.checkpoint.weight_reader import SourceTensor
     from quantkit.device.host.hashing import Digest, Parts
     from quantkit.packing.weight_plan import WeightPlan
@@ -172,7 +172,7 @@ class _Core:
         """Let columns be divided by their smoothing factors; return those of channels, (C,)."""
         import torch
 
-        from quantkit.calibration.statistics import per_column
+        from quantkit.calibration.statistics.layer_statistics import per_column
 
         assert self._plan.smooth is not None
         amax = torch.zeros(self._k)

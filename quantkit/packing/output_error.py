@@ -8,17 +8,17 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from quantkit.calibration.observers import static_scale
-from quantkit.calibration.smoothing import input_factor
-from quantkit.calibration.statistics import LayerStatistics, per_column
+from quantkit.calibration.statistics.layer_statistics import LayerStatistics, per_column
+from quantkit.calibration.statistics.observers import static_scale
+from quantkit.calibration.statistics.smoothing import input_factor
 from quantkit.checkpoint.weight_reader import SourceTensor
-from quantkit.models.layers import Layer
+from quantkit.models.component_layers import Layer
 from quantkit.models.timestep import bucket_of
 from quantkit.numerics.granularity import PerTensor
 from quantkit.numerics.scales import cast, scale_of_amax
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.numerics.weight_grid import WeightGrid
-from quantkit.packing.inputs import Inputs
+from quantkit.packing.component_inputs import Inputs
 from quantkit.storage.system import open_to_read
 
 

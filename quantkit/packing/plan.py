@@ -10,14 +10,14 @@ from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.format_decisions import KEY as FORMATS
 from quantkit.checkpoint.spec import PackedConfig, make_config
 from quantkit.errors import ArtefactError, RecipeError
+from quantkit.models.component_layers import Layer, list_layers
 from quantkit.models.layer_plan import LayerPlan, plan_layers
-from quantkit.models.layers import Layer, list_layers
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.packing.attention import PlannedAttention, plan_attention
+from quantkit.packing.attention_plan import PlannedAttention, plan_attention
+from quantkit.packing.component_inputs import Inputs
 from quantkit.packing.doubtful import judge_doubtful
 from quantkit.packing.fallback import choose_formats, fell_back
-from quantkit.packing.inputs import Inputs
-from quantkit.packing.masks import refuse_bare_masks
+from quantkit.packing.mask_source import refuse_bare_masks
 from quantkit.packing.unseen import keep_unseen
 from quantkit.packing.weight_plan import WeightPlan
 from quantkit.packing.writer import PlannedLayer, ShardPlan, plan_shards
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from quantkit.calibration.hessian import Hessians
-    from quantkit.calibration.statistics import Calibration, LayerStatistics
+    from quantkit.calibration.moments.moment_files import Hessians
+    from quantkit.calibration.statistics.layer_statistics import Calibration, LayerStatistics
     from quantkit.models.source import Component
     from quantkit.numerics.formats import NumberFormat
     from quantkit.packing.gptq import Rounder
@@ -173,7 +173,7 @@ def _with_agreed_buckets(treatment: LayerPlan, inputs: Inputs) -> LayerPlan:
 
 
 def _agreed(layer: Layer, scheme: Scheme, inputs: Inputs) -> tuple[float, ...]:
-    from quantkit.calibration.observers import agreeing_edges
+    from quantkit.calibration.statistics.observers import agreeing_edges
 
     activation = inputs.recipe.settings(layer.name).activation
     return agreeing_edges(inputs.statistics(layer), activation, scheme.input, inputs.edges)
@@ -290,7 +290,7 @@ def _rounder(layer: Layer, inputs: Inputs, *, centred: bool) -> Rounder:
 
 def _mean(layer: Layer, inputs: Inputs) -> Tensor:
     """Return E[x] of each column over all timesteps, (K,)."""
-    from quantkit.calibration.statistics import per_column
+    from quantkit.calibration.statistics.layer_statistics import per_column
 
     if inputs.table is None:
         raise RecipeError(
@@ -301,7 +301,7 @@ def _mean(layer: Layer, inputs: Inputs) -> Tensor:
 
 
 def _factor(alpha: float, statistics: LayerStatistics, columns: Tensor) -> Tensor:
-    from quantkit.calibration.smoothing import input_factor
+    from quantkit.calibration.statistics.smoothing import input_factor
 
     return input_factor(alpha, statistics, columns)
 
@@ -313,6 +313,6 @@ def _static(
     edges: tuple[float, ...],
     factor: Tensor | None,
 ) -> Tensor:
-    from quantkit.calibration.observers import static_scale
+    from quantkit.calibration.statistics.observers import static_scale
 
     return static_scale(statistics, activation, fmt, factor, edges=edges)

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from quantkit.models.component_layers import Layer
 from quantkit.models.layer_plan import LayerPlan
-from quantkit.models.layers import Layer
 from quantkit.numerics.scheme import Scheme
 from quantkit.numerics.threads import one_torch_thread
-from quantkit.packing.inputs import Inputs
+from quantkit.packing.component_inputs import Inputs
 from quantkit.packing.output_error import Candidate, output_errors
 from quantkit.progress import Progress
 

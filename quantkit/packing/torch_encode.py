@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantkit.calibration.statistics import per_column
-from quantkit.checkpoint.layout import Sink
+from quantkit.calibration.statistics.layer_statistics import per_column
 from quantkit.checkpoint.metadata import LayerRecord
+from quantkit.checkpoint.tensor_layout import Sink
 from quantkit.checkpoint.weight_reader import BLOCK_ELEMENTS, Digest, SourceTensor
 from quantkit.errors import ShapeError
 from quantkit.models.source import StoredBlocks
@@ -25,7 +25,7 @@ from quantkit.numerics.ggml_blocks import block_bytes, take_apart
 from quantkit.numerics.granularity import PerTensor
 from quantkit.numerics.least_error import candidates, choose_tensor_scale
 from quantkit.numerics.nibbles import pack_nibbles
-from quantkit.numerics.packing import pack_two_of_four
+from quantkit.numerics.packed_2to4 import pack_two_of_four
 from quantkit.numerics.scales import scale_of_amax
 from quantkit.numerics.weight_grid import WeightGrid
 from quantkit.packing.native import overflow

@@ -14,9 +14,9 @@ from quantkit.numerics.scheme import Activation
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from quantkit.models.component_layers import Layer
     from quantkit.models.layer_plan import LayerPlan
-    from quantkit.models.layers import Layer
-    from quantkit.packing.inputs import Inputs
+    from quantkit.packing.component_inputs import Inputs
     from quantkit.recipe.schema import Recipe
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from quantkit.checkpoint.layout import Sink, Slot, encode_header, place
 from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadata
 from quantkit.checkpoint.spec import (
     TensorSpec,
     kind_of,
     layer_tensors,
 )
+from quantkit.checkpoint.tensor_layout import Sink, Slot, encode_header, place
 from quantkit.checkpoint.weight_reader import NUMBERS, SourceTensor
 from quantkit.device.host import checker
 from quantkit.device.host.hashing import run_together
@@ -235,7 +235,7 @@ class _ShardFile:
         """
         import torch
 
-        from quantkit.checkpoint.dtypes import FLOAT_DTYPES
+        from quantkit.checkpoint.torch_dtypes import FLOAT_DTYPES
 
         source = SourceTensor(self.plan.source.path, self._source, info)
         sink = Sink(self._target, self._slots[info.name])

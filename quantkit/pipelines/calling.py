@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import ModelError, QuantkitError
-from quantkit.models.attention import denoisers_of
+from quantkit.models.attention_modules import denoisers_of
 from quantkit.pipelines.own_inputs import OwnInputs, parameters_of, taken_by
 from quantkit.storage.jsonfile import DAMAGE, short
 

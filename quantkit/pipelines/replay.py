@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.models.attention import denoisers_of
+from quantkit.models.attention_modules import denoisers_of
+from quantkit.pipelines.model_snapshot import Snapshot
 from quantkit.pipelines.recorded_step import Inputs, RecordedStep, agree, record, take_apart
-from quantkit.pipelines.unchanged import Snapshot
 from quantkit.storage.jsonfile import short
 
 _logger = logging.getLogger(__name__)

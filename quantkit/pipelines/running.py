@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit import resources
 from quantkit.errors import ModelError, PromptError, QuantkitError
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import Model
 from quantkit.pipelines.batches import Batch, GrowingBatches, split_batches
 from quantkit.pipelines.calling import Call, rehearse

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from quantkit import resources
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.recipe.attention import AttentionRecipe
+from quantkit.recipe.attention_recipe import AttentionRecipe
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.fields import is_glob
 from quantkit.recipe.goals import BudgetRecipe, Gates

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.formats import find_format
-from quantkit.recipe.attention import AttentionRecipe
+from quantkit.recipe.attention_recipe import AttentionRecipe
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.encoder_formats import ENCODER_FORMATS
 from quantkit.recipe.fields import (

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from quantkit.models.layers import Layer, list_layers
+from quantkit.models.component_layers import Layer, list_layers
 from quantkit.models.source import Component
 from quantkit.models.source_tensors import read_tensor, source_tensors
-from quantkit.numerics.packing import from_rows
+from quantkit.numerics.packed_2to4 import from_rows
 from quantkit.numerics.threads import surgery_threads
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
 from quantkit.sparsity.sparsegpt import Settled, Surgeon, naming, read_rows, settle_layer

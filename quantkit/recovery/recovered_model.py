@@ -8,11 +8,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.errors import ModelError, NonFiniteError, OutputError
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import Component, Model, of_family, open_model
 from quantkit.models.source_tensors import read_source, read_tensor, read_tensors
-from quantkit.numerics.packing import from_rows
-from quantkit.recovery.distill.recover import Recovered
+from quantkit.numerics.packed_2to4 import from_rows
+from quantkit.recovery.distill.distillation import Recovered
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, save_masks
 from quantkit.storage.copying import copy_files, is_pickle, is_weight, list_files
 from quantkit.storage.digest import sha256_of

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantkit.numerics.conv_windows import Windows
 from quantkit.numerics.formats import NumberFormat
-from quantkit.numerics.packing import from_rows, to_rows
+from quantkit.numerics.packed_2to4 import from_rows, to_rows
 from quantkit.numerics.scales import cast, scale_of_amax
 from quantkit.numerics.scheme import Scheme
 from quantkit.numerics.weight_grid import WeightGrid
-from quantkit.numerics.windows import Windows
 
 #: Elements of windows that are unfolded at a time: 7 bytes each, so about 0.9 GB.
 WINDOW_ELEMENTS = 1 << 27

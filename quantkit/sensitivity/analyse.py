@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import ArtefactError, RecipeError
-from quantkit.models.layers import Layer
+from quantkit.models.component_layers import Layer
 from quantkit.models.source_tensors import source_tensors
 from quantkit.pipelines.own_inputs import OwnInputs
 from quantkit.pipelines.running import (
@@ -27,17 +27,10 @@ from quantkit.progress import Progress, tracked
 from quantkit.recipe.goals import BudgetRecipe
 from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.budget import allowed_names, make_problems, optimize
-from quantkit.sensitivity.cost import (
-    RX_9070_XT,
-    attention_seconds,
-    modelled_seconds,
-    packed_bytes,
-    strides_of,
-)
 from quantkit.sensitivity.local_error import LocalError, local_errors
 from quantkit.sensitivity.measured_model import MeasuredModel
 from quantkit.sensitivity.probe_selection import next_probe
-from quantkit.sensitivity.result import (
+from quantkit.sensitivity.sensitivity_file import (
     ATTENTION,
     LayerSensitivity,
     Measured,
@@ -47,6 +40,13 @@ from quantkit.sensitivity.result import (
 )
 from quantkit.sensitivity.simulate import final_latents, relative_error, treated
 from quantkit.sensitivity.treated_attention import AttentionErrors, rounding
+from quantkit.sensitivity.treatment_cost import (
+    RX_9070_XT,
+    attention_seconds,
+    modelled_seconds,
+    packed_bytes,
+    strides_of,
+)
 from quantkit.sensitivity.treatments import ATTENTION_BY_NAME, BY_NAME, SIXTEEN_BIT
 from quantkit.storage.digest import sha256_of
 

@@ -14,7 +14,7 @@ from quantkit.recipe.goals import BudgetRecipe
 from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.error_propagation import Gain, find_gains
 from quantkit.sensitivity.knapsack import Option, solve
-from quantkit.sensitivity.result import ATTENTION, LayerSensitivity, Sensitivity
+from quantkit.sensitivity.sensitivity_file import ATTENTION, LayerSensitivity, Sensitivity
 from quantkit.sensitivity.treatments import ATTENTION_BY_NAME, BY_NAME, SIXTEEN_BIT, TREATMENTS
 
 

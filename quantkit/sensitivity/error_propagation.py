@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from quantkit.sensitivity.result import LayerSensitivity
+from quantkit.sensitivity.sensitivity_file import LayerSensitivity
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.calibration.moments import Moments
-from quantkit.calibration.statistics import LayerStatistics
+from quantkit.calibration.moments.moments import Moments
+from quantkit.calibration.statistics.layer_statistics import LayerStatistics
 from quantkit.errors import ArtefactError
-from quantkit.models.layers import Layer
+from quantkit.models.component_layers import Layer
 from quantkit.recipe.schema import LayerSettings
 from quantkit.sensitivity.treated_layer import (
     InputCast,

@@ -5,20 +5,20 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from quantkit.calibration.attention_statistics import AttentionStatistics
-from quantkit.calibration.collect import observed_layers
-from quantkit.calibration.statistics import Calibration
+from quantkit.calibration.observing.collect import observed_layers
+from quantkit.calibration.statistics.attention_statistics import AttentionStatistics
+from quantkit.calibration.statistics.layer_statistics import Calibration
 from quantkit.errors import ArtefactError, ModelError, RecipeError
-from quantkit.models.layers import Layer
+from quantkit.models.component_layers import Layer
 from quantkit.models.source import Component, Model
 from quantkit.numerics.attention_limits import takes_heads
 from quantkit.numerics.attention_scales import AttentionScales
-from quantkit.packing.attention import static_scales
-from quantkit.recipe.attention import AttentionRecipe
+from quantkit.packing.attention_plan import static_scales
+from quantkit.recipe.attention_recipe import AttentionRecipe
 from quantkit.recipe.fields import matches
 from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.local_error import StoredInputs, read_weight
-from quantkit.sensitivity.result import ATTENTION, Sensitivity
+from quantkit.sensitivity.sensitivity_file import ATTENTION, Sensitivity
 from quantkit.sensitivity.simulate import Substitute
 from quantkit.sensitivity.treated_layer import (
     PrunedWeight,

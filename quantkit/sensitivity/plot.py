@@ -5,7 +5,7 @@ from typing import Any
 
 from quantkit.errors import OutputError
 from quantkit.sensitivity.error_propagation import find_gains
-from quantkit.sensitivity.result import Sensitivity
+from quantkit.sensitivity.sensitivity_file import Sensitivity
 from quantkit.sensitivity.treatments import ATTENTION_BY_NAME, SIXTEEN_BIT, TREATMENTS
 from quantkit.storage.files import staged_file
 from quantkit.storage.written import PROGRAM

@@ -6,11 +6,11 @@ from math import fsum
 from pathlib import Path
 
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS
-from quantkit.recipe.attention import AttentionRecipe
+from quantkit.recipe.attention_recipe import AttentionRecipe
 from quantkit.recipe.dump import recipe_text
 from quantkit.recipe.schema import LayerSettings, Override, Recipe, SparsityRecipe
 from quantkit.sensitivity.budget import Assignment
-from quantkit.sensitivity.result import ATTENTION, Sensitivity
+from quantkit.sensitivity.sensitivity_file import ATTENTION, Sensitivity
 from quantkit.sensitivity.treatments import (
     ATTENTION_BY_NAME,
     BY_NAME,

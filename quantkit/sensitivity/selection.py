@@ -7,7 +7,7 @@ from quantkit.recipe.goals import BudgetRecipe
 from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.budget import Assignment, goal_of, make_problems, optimize, reasons
 from quantkit.sensitivity.recipe_writer import chosen_recipe
-from quantkit.sensitivity.result import Sensitivity
+from quantkit.sensitivity.sensitivity_file import Sensitivity
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from quantkit.errors import NonFiniteError
 from quantkit.models.timestep import timestep_argument
-from quantkit.numerics.packing import from_rows
+from quantkit.numerics.packed_2to4 import from_rows
 from quantkit.pipelines.batches import split_batches
 from quantkit.pipelines.own_inputs import OwnInputs
 from quantkit.pipelines.running import run_batch

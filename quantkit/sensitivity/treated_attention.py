@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.attention_observer import attending
-from quantkit.calibration.format_errors import lost_power, rounded_attention
-from quantkit.models.attention import Attend, AttentionCall, Heads
+from quantkit.calibration.observing.attention_observer import attending
+from quantkit.calibration.statistics.format_errors import lost_power, rounded_attention
+from quantkit.models.attention_modules import Attend, AttentionCall, Heads
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS, AttentionFormat
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.sensitivity.treatments import ATTENTION_TREATMENTS

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.calibration.moments import Moments
-from quantkit.calibration.observers import agreeing_edges, static_scale
-from quantkit.calibration.statistics import LayerStatistics, per_column
+from quantkit.calibration.moments.moments import Moments
+from quantkit.calibration.statistics.layer_statistics import LayerStatistics, per_column
+from quantkit.calibration.statistics.observers import agreeing_edges, static_scale
 from quantkit.models.layer_plan import choose_edges
 from quantkit.models.timestep import bucket_of
 from quantkit.numerics.formats import NumberFormat

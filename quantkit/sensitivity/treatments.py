@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from quantkit.models.component_layers import Layer
 from quantkit.models.layer_plan import dense_reason, factor_reason
-from quantkit.models.layers import Layer
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS, AttentionFormat
 from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8, NumberFormat
 from quantkit.numerics.granularity import parse_granularity

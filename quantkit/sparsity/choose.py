@@ -7,13 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.calibration.statistics import Calibration, LayerStatistics, per_column
+from quantkit.calibration.statistics.layer_statistics import (
+    Calibration,
+    LayerStatistics,
+    per_column,
+)
 from quantkit.errors import ArtefactError, ModelError, NonFiniteError, RecipeError
+from quantkit.models.component_layers import Layer, list_layers
 from quantkit.models.layer_plan import UNSEEN, dense_reason, kept_reason
-from quantkit.models.layers import Layer, list_layers
 from quantkit.models.source import Component, Model
 from quantkit.numerics.masks import MASKS, SPARSEGPT, Pattern, choose_mask, parse_pattern
-from quantkit.numerics.packing import to_rows
+from quantkit.numerics.packed_2to4 import to_rows
 from quantkit.numerics.threads import one_torch_thread, surgery_threads
 from quantkit.progress import Progress, tracked
 from quantkit.recipe.schema import Recipe, SparsityRecipe

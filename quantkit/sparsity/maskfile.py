@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.calibration.statistics import find_component
+from quantkit.calibration.statistics.layer_statistics import find_component
 from quantkit.errors import ShapeError
 from quantkit.models.source import Component
 from quantkit.numerics.masks import SPARSEGPT, Pattern, parse_pattern

@@ -10,15 +10,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.calibration.hessian import Hessians
-from quantkit.calibration.moments import Moments
+from quantkit.calibration.moments.moment_files import Hessians
+from quantkit.calibration.moments.moments import Moments
 from quantkit.errors import NonFiniteError
-from quantkit.models.layers import Layer
+from quantkit.models.component_layers import Layer
 from quantkit.models.source import Component
 from quantkit.models.source_tensors import read_tensor
 from quantkit.numerics.masks import Pattern
 from quantkit.numerics.obs import factorize, refit_rows, settle_rows
-from quantkit.numerics.packing import to_rows
+from quantkit.numerics.packed_2to4 import to_rows
 
 #: What SparseGPT adds to the diagonal, as a share of its mean: of 1e-3, 1e-2, 3e-2 and 1e-1 the one
 #: that kept the demo's pictures best.

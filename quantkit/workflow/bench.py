@@ -8,27 +8,32 @@ from typing import Any
 
 import torch
 
-from quantkit.bench import compare as comparing
-from quantkit.bench import result as results
-from quantkit.bench.compare import RunComparison
-from quantkit.bench.denoisers import find_denoiser
 from quantkit.bench.estimate.cards import find_card
-from quantkit.bench.estimate.result import EstimateResult, save_estimate
-from quantkit.bench.estimate.run import estimate_step
-from quantkit.bench.kernels import OPERATIONS, cases, run_bench
-from quantkit.bench.machine import describe_machine
-from quantkit.bench.model import run_model_bench
-from quantkit.bench.model_contenders import ESTIMATED, MODEL_CONTENDERS, ModelContender
-from quantkit.bench.model_result import ModelBenchSettings, ModelResult, save_model_result
-from quantkit.bench.result import BenchResult, EarlierRun, load_baseline, save_result
-from quantkit.bench.shapes import find_shapes
-from quantkit.bench.timing import TimingPlan
+from quantkit.bench.estimate.estimate_figures import EstimateResult, save_estimate
+from quantkit.bench.estimate.estimate_step import estimate_step
+from quantkit.bench.kernels import compare as comparing
+from quantkit.bench.kernels import kernel_figures as results
+from quantkit.bench.kernels.compare import RunComparison
+from quantkit.bench.kernels.kernel_benchmark import OPERATIONS, cases, run_bench
+from quantkit.bench.kernels.kernel_figures import (
+    BenchResult,
+    EarlierRun,
+    load_baseline,
+    save_result,
+)
+from quantkit.bench.kernels.kernel_shapes import find_shapes
+from quantkit.bench.kernels.machine import describe_machine
+from quantkit.bench.kernels.timing import TimingPlan
+from quantkit.bench.models.denoisers import find_denoiser
+from quantkit.bench.models.model_benchmark import run_model_bench
+from quantkit.bench.models.model_contenders import ESTIMATED, MODEL_CONTENDERS, ModelContender
+from quantkit.bench.models.model_result import ModelBenchSettings, ModelResult, save_model_result
 from quantkit.errors import ArtefactError
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import check_file
-from quantkit.workflow.inputs import as_path
+from quantkit.workflow.arguments import as_path
 from quantkit.workflow.kernels import refuse_unknown
 from quantkit.workflow.pack import usual_threads
 

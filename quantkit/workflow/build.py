@@ -5,13 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from quantkit.calibration.collect import calibrate
-from quantkit.calibration.collect_hessians import collect_hessians
-from quantkit.calibration.hessian import Hessians
-from quantkit.calibration.statistics import load_calibration, save_calibration
+from quantkit.calibration.moments.collect_hessians import collect_hessians
+from quantkit.calibration.moments.moment_files import Hessians
+from quantkit.calibration.observing.collect import calibrate
+from quantkit.calibration.statistics.layer_statistics import load_calibration, save_calibration
 from quantkit.errors import ModelError, RecipeError
 from quantkit.models.source import Model
-from quantkit.packing.pack import moments_for, pack
+from quantkit.packing.pack_model import moments_for, pack
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress
 from quantkit.recipe.load import load_recipe
@@ -19,8 +19,8 @@ from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity.analyse import measure_sensitivity
 from quantkit.sensitivity.measured_model import MeasuredModel
 from quantkit.sensitivity.recipe_writer import save_recipe
-from quantkit.sensitivity.result import save_sensitivity
 from quantkit.sensitivity.selection import choose
+from quantkit.sensitivity.sensitivity_file import save_sensitivity
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks, save_masks
 from quantkit.sparsity.sparsegpt import Surgeon

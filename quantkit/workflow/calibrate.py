@@ -6,21 +6,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibration import collect
-from quantkit.calibration.merge import merge
-from quantkit.calibration.statistics import (
+from quantkit.calibration.observing import collect
+from quantkit.calibration.statistics.layer_statistics import (
     Calibration,
     load_calibration,
     save_calibration,
     tell_unseen,
 )
+from quantkit.calibration.statistics.merge import merge
 from quantkit.errors import ArtefactError
 from quantkit.pipelines.processes import Processes, joined
 from quantkit.pipelines.running import choose_device, refuse_component
 from quantkit.progress import Progress, Tell, silent, unheard
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import check_file, refuse_overlap
-from quantkit.workflow.inputs import (
+from quantkit.workflow.arguments import (
     ModelLike,
     PromptsLike,
     RecipeLike,

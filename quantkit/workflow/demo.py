@@ -7,9 +7,16 @@ from time import perf_counter
 from typing import Any
 
 from quantkit.eval.demo import commands as plan
-from quantkit.eval.demo.run import DemoContext, DemoResult, methods, remarks, run_demo, write_index
-from quantkit.eval.gates import State
-from quantkit.eval.methods import Method
+from quantkit.eval.demo.demo_run import (
+    DemoContext,
+    DemoResult,
+    methods,
+    remarks,
+    run_demo,
+    write_index,
+)
+from quantkit.eval.judging.gates import State
+from quantkit.eval.pages.methods_table import Method
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
 

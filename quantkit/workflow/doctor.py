@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.device.survey import Survey, survey
-from quantkit.inference.attention_choices import AttentionChoice, attention_choices
-from quantkit.inference.layer_choices import LayerChoice, layer_choices
+from quantkit.inference.attention.attention_choices import AttentionChoice, attention_choices
+from quantkit.inference.layers.layer_choices import LayerChoice, layer_choices
 from quantkit.pipelines.running import choose_device
 from quantkit.workflow.inspect import require_packed
 

@@ -8,13 +8,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from quantkit.calibration.statistics import load_calibration
+from quantkit.calibration.statistics.layer_statistics import load_calibration
 from quantkit.errors import InputError
-from quantkit.eval import evaluation, methods
-from quantkit.eval import report as reports
-from quantkit.eval.backbones import Backbones, load_backbones
-from quantkit.eval.embedding import Pictures
-from quantkit.eval.evaluation import (
+from quantkit.eval.judging import evaluation
+from quantkit.eval.judging.evaluation import (
     Background,
     Baseline,
     Pair,
@@ -22,30 +19,34 @@ from quantkit.eval.evaluation import (
     measure_baseline,
     open_pair,
 )
-from quantkit.eval.gates import Limits, State, judge_all
-from quantkit.eval.generation import (
+from quantkit.eval.judging.evaluation_result import Report
+from quantkit.eval.judging.gates import Limits, State, judge_all
+from quantkit.eval.judging.quantized_pipeline import refuse_device, rehearse
+from quantkit.eval.judging.verdict import WORDS
+from quantkit.eval.measuring.backbones import Backbones, load_backbones
+from quantkit.eval.measuring.embedding import Pictures
+from quantkit.eval.measuring.generation import (
     GenerationSettings,
     Viewer,
     choose_prompts,
     make_settings,
     unseen,
 )
-from quantkit.eval.judges import load_judges
-from quantkit.eval.live import LiveFacts, SoFar, Watcher, unwatched
-from quantkit.eval.methods import Method, name_methods, write_methods
-from quantkit.eval.quantized_pipeline import refuse_device, rehearse
-from quantkit.eval.range_map import map_ranges
-from quantkit.eval.report import write_report
-from quantkit.eval.result import Report
-from quantkit.eval.seen_prompts import find_calibrated
-from quantkit.eval.verdict import WORDS
+from quantkit.eval.measuring.judges import load_judges
+from quantkit.eval.measuring.range_map import map_ranges
+from quantkit.eval.measuring.seen_prompts import find_calibrated
+from quantkit.eval.pages import methods_table
+from quantkit.eval.pages import report as reports
+from quantkit.eval.pages.live import LiveFacts, SoFar, Watcher, unwatched
+from quantkit.eval.pages.methods_table import Method, name_methods, write_methods
+from quantkit.eval.pages.report import write_report
 from quantkit.models.source import Model, SingleFile
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
-from quantkit.sensitivity.result import load_sensitivity
+from quantkit.sensitivity.sensitivity_file import load_sensitivity
 from quantkit.storage.files import staged_directory, write_or_keep
 from quantkit.storage.places import check_directory, refuse_overlap
-from quantkit.workflow.inputs import ModelLike, PromptsLike, as_model, as_path, as_prompts
+from quantkit.workflow.arguments import ModelLike, PromptsLike, as_model, as_path, as_prompts
 from quantkit.workflow.onlooker import watched
 
 __all__ = [
@@ -86,7 +87,7 @@ class EvaluationSettings:
     without: tuple[str, ...] = ()
     #: run the original twice more, in another 16-bit dtype and in other batches
     noise_floor: bool = True
-    #: names of quantkit.eval.judges.JUDGES, each with =SOURCE for other weights than its library's
+    #: names of quantkit.eval.measuring.judges.JUDGES, each with =SOURCE for weights of your own
     judges: tuple[str, ...] = ()
     #: report.html shows the pictures in images/ and holds none
     beside: bool = False
@@ -177,7 +178,7 @@ class Compared:
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as JSON values."""
-        values: dict[str, Any] = methods.to_json(self.methods)
+        values: dict[str, Any] = methods_table.to_json(self.methods)
         return values
 
 
@@ -292,7 +293,7 @@ def compare(
         NonFiniteError: a picture holds NaN or Inf.
     """
     path, place = Path(output), choose_device(device)
-    check_directory(path, kind=methods.KIND, force=force)
+    check_directory(path, kind=methods_table.KIND, force=force)
     names = name_methods([Path(folder) for folder in packed])
     # Every directory is opened before the long work: a broken one should not be found out last.
     opened = _open_pairs(model, packed, place)
@@ -301,7 +302,7 @@ def compare(
     backbones = settings.backbones(place)
     _rehearse(opened, pictures, place, progress)
     rows = []
-    with staged_directory(path, kind=methods.KIND, force=force) as stage:
+    with staged_directory(path, kind=methods_table.KIND, force=force) as stage:
         first, dtype = opened[0].model, common_dtype(opened)
         baseline = baseline_of(
             first, pictures, settings, backbones, place, dtype=dtype, progress=progress
@@ -347,7 +348,7 @@ def plan_evaluation(
     """
     path, place = as_path(output), choose_device(device)
     if path is not None:
-        kind = reports.KIND if len(packed) == 1 else methods.KIND
+        kind = reports.KIND if len(packed) == 1 else methods_table.KIND
         check_directory(path, kind=kind, force=force)
     name_methods([Path(folder) for folder in packed])
     opened = _open_pairs(model, packed, place)

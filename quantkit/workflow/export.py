@@ -26,6 +26,15 @@ from quantkit.models.pipeline_index import scheduler_config
 from quantkit.progress import Progress, silent
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.places import check_directory, check_file, refuse_overlap
+from quantkit.workflow.arguments import (
+    CalibrationLike,
+    HessiansLike,
+    ModelLike,
+    RecipeLike,
+    as_calibration,
+    as_hessians,
+    as_recipe,
+)
 from quantkit.workflow.export_check import for_target, refuse_other_formats
 from quantkit.workflow.export_source import (
     Part,
@@ -37,15 +46,6 @@ from quantkit.workflow.export_source import (
     planned_source,
     quantized_source,
     refuse_rest,
-)
-from quantkit.workflow.inputs import (
-    CalibrationLike,
-    HessiansLike,
-    ModelLike,
-    RecipeLike,
-    as_calibration,
-    as_hessians,
-    as_recipe,
 )
 
 __all__ = ["Export", "export"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.calibration.hessian import Hessians
-from quantkit.calibration.statistics import Calibration
+from quantkit.calibration.moments.moment_files import Hessians
+from quantkit.calibration.statistics.layer_statistics import Calibration
 from quantkit.checkpoint.reader import open_packed, read_packed
 from quantkit.errors import CheckpointError, InputError
 from quantkit.interchange.denoiser import (
@@ -21,12 +21,12 @@ from quantkit.interchange.denoiser import (
 from quantkit.interchange.layout_names import layout_of_model, original_tensors
 from quantkit.models.source import Component, Model
 from quantkit.numerics.scheme import Scheme
-from quantkit.packing.pack import pack, plan_pack
+from quantkit.packing.pack_model import pack, plan_pack
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.files import scratch_directory
 from quantkit.storage.jsonfile import read_json
-from quantkit.workflow.inputs import ModelLike, as_model, opened
+from quantkit.workflow.arguments import ModelLike, as_model, opened
 from quantkit.workflow.pack import usual_threads
 
 

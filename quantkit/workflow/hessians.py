@@ -4,17 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibration.collect_hessians import collect_hessians, moment_layers
-from quantkit.calibration.held_out_rows import held_bytes, held_count
-from quantkit.calibration.hessian import KIND, Hessians
-from quantkit.calibration.moments import group_layers, moment_bytes
-from quantkit.calibration.statistics import tell_unseen
+from quantkit.calibration.moments.collect_hessians import collect_hessians, moment_layers
+from quantkit.calibration.moments.held_out_rows import held_bytes, held_count
+from quantkit.calibration.moments.moment_files import KIND, Hessians
+from quantkit.calibration.moments.moments import group_layers, moment_bytes
+from quantkit.calibration.statistics.layer_statistics import tell_unseen
 from quantkit.models.recipe_check import refuse_unmatched_encoders
 from quantkit.models.source import Model
 from quantkit.progress import Progress, silent
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.places import check_directory, check_room, refuse_overlap
-from quantkit.workflow.inputs import (
+from quantkit.workflow.arguments import (
     ModelLike,
     PromptsLike,
     RecipeLike,

@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.attention import PackedAttention
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.format_decisions import FormatDecision, format_decisions
+from quantkit.checkpoint.packed_attention import PackedAttention
 from quantkit.checkpoint.reader import Packed, open_packed
 from quantkit.checkpoint.schemes import scheme_to_json
 from quantkit.errors import CheckpointError

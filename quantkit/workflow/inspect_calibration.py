@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.calibration.attention_statistics import AttentionStatistics
-from quantkit.calibration.statistics import Calibration, load_calibration
+from quantkit.calibration.statistics.attention_statistics import AttentionStatistics
+from quantkit.calibration.statistics.layer_statistics import Calibration, load_calibration
 
 
 @dataclass(frozen=True, eq=False)

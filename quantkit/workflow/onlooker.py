@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.eval.generation import Viewer, unseen
-from quantkit.eval.live import LiveFacts, Watcher, open_live
+from quantkit.eval.measuring.generation import Viewer, unseen
+from quantkit.eval.pages.live import LiveFacts, Watcher, open_live
 from quantkit.progress import Progress
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from quantkit.errors import RecipeError
-from quantkit.eval.generation import GenerationSettings, choose_prompts, make_settings
+from quantkit.eval.measuring.generation import GenerationSettings, choose_prompts, make_settings
 from quantkit.models.families import find_family
 from quantkit.models.recommended import tuned
 from quantkit.pipelines.running import choose_device
@@ -20,11 +20,11 @@ from quantkit.sensitivity import selection
 from quantkit.sensitivity.budget import make_problems
 from quantkit.sensitivity.measured_model import MeasuredModel
 from quantkit.sensitivity.recipe_writer import save_recipe
-from quantkit.sensitivity.result import Sensitivity, load_sensitivity
 from quantkit.sensitivity.selection import Selection
+from quantkit.sensitivity.sensitivity_file import Sensitivity, load_sensitivity
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import check_file
-from quantkit.workflow.inputs import (
+from quantkit.workflow.arguments import (
     CalibrationLike,
     HessiansLike,
     ModelLike,

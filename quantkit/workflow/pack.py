@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from quantkit.models.recipe_check import refuse_unmatched_encoders
 from quantkit.packing import dry_run
-from quantkit.packing import pack as packing
+from quantkit.packing import pack_model as packing
 from quantkit.packing.dry_run import Forecast
 from quantkit.packing.summary import PackSummary
 from quantkit.progress import Progress, silent
 from quantkit.storage.places import check_directory, refuse_overlap
 from quantkit.storage.system import cores
-from quantkit.workflow.inputs import (
+from quantkit.workflow.arguments import (
     CalibrationLike,
     HessiansLike,
     MasksLike,
@@ -29,8 +29,8 @@ from quantkit.workflow.inputs import (
 )
 
 if TYPE_CHECKING:
-    from quantkit.calibration.hessian import Hessians
-    from quantkit.calibration.statistics import Calibration
+    from quantkit.calibration.moments.moment_files import Hessians
+    from quantkit.calibration.statistics.layer_statistics import Calibration
     from quantkit.models.source import Model
     from quantkit.recipe.schema import Recipe
     from quantkit.sparsity.maskfile import MaskSet

@@ -10,7 +10,7 @@ from quantkit.packing.dry_run import forecast_pack, missing_artefacts
 from quantkit.recipe import dump
 from quantkit.recipe.load import load_recipe, recipe_names
 from quantkit.recipe.schema import Recipe
-from quantkit.workflow.inputs import ModelLike, RecipeLike, as_model, as_recipe, opened
+from quantkit.workflow.arguments import ModelLike, RecipeLike, as_model, as_recipe, opened
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from quantkit.recovery.recovered_model import refuse_outputs
 from quantkit.sparsity.choose import choose_masks, wanted_layers
 from quantkit.sparsity.maskfile import MaskSet
 from quantkit.storage.files import scratch_directory
-from quantkit.workflow.inputs import (
+from quantkit.workflow.arguments import (
     HessiansLike,
     MasksLike,
     ModelLike,
@@ -28,8 +28,8 @@ from quantkit.workflow.inputs import (
 )
 from quantkit.workflow.recovery_job import RUN, Job
 from quantkit.workflow.recovery_result import Recovery, RecoveryPlan
+from quantkit.workflow.recovery_settings import Training, as_packed, refuse_foreign
 from quantkit.workflow.sparsify import Sparsified
-from quantkit.workflow.training import Training, as_packed, refuse_foreign
 
 __all__ = ["Recovery", "RecoveryPlan", "Tell", "Training", "plan_recovery", "recover", "unheard"]
 

@@ -5,23 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import ArtefactError
-from quantkit.eval.course import CourseFacts, CoursePage
+from quantkit.eval.pages.course import CourseFacts, CoursePage
 from quantkit.models.source import Model
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, Tell
 from quantkit.recipe.schema import Recipe
-from quantkit.recovery.distill import recover as distilling
+from quantkit.recovery.distill import distillation as distilling
 from quantkit.recovery.distill.early_stopping import TrainingProgress
-from quantkit.recovery.distill.resume import refuse_unfinished
+from quantkit.recovery.distill.training_resume import refuse_unfinished
 from quantkit.recovery.obs_update import UpdatedTensors
 from quantkit.recovery.recovered_model import refuse_outputs, write_recovered
 from quantkit.sparsity.maskfile import MaskSet
 from quantkit.sparsity.sparsegpt import Surgeon
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import refuse_file
-from quantkit.workflow.inputs import PromptsLike, as_prompts
+from quantkit.workflow.arguments import PromptsLike, as_prompts
 from quantkit.workflow.recovery_result import Recovery
-from quantkit.workflow.training import Training, as_packed, settings_of
+from quantkit.workflow.recovery_settings import Training, as_packed, settings_of
 
 
 @dataclass(frozen=True, eq=False)

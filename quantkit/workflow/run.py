@@ -12,24 +12,29 @@ from typing import Any
 
 import torch
 
-from quantkit.calibration import hessian
-from quantkit.calibration.statistics import load_calibration
-from quantkit.eval import evaluation
-from quantkit.eval import report as reports
-from quantkit.eval.evaluation import Background, open_pair, rehearse_original, require_pipeline
-from quantkit.eval.gates import Limits
-from quantkit.eval.generation import GenerationSettings, choose_unseen
-from quantkit.eval.range_map import map_ranges
-from quantkit.eval.report import write_report
-from quantkit.eval.result import Report
+from quantkit.calibration.moments import moment_files
+from quantkit.calibration.statistics.layer_statistics import load_calibration
+from quantkit.eval.judging import evaluation
+from quantkit.eval.judging.evaluation import (
+    Background,
+    open_pair,
+    rehearse_original,
+    require_pipeline,
+)
+from quantkit.eval.judging.evaluation_result import Report
+from quantkit.eval.judging.gates import Limits
+from quantkit.eval.measuring.generation import GenerationSettings, choose_unseen
+from quantkit.eval.measuring.range_map import map_ranges
+from quantkit.eval.pages import report as reports
+from quantkit.eval.pages.report import write_report
 from quantkit.models.source import Model, SingleFile
-from quantkit.packing import pack as packing
+from quantkit.packing import pack_model as packing
 from quantkit.packing.dry_run import Forecast, forecast_pack
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, Tell, silent, unheard
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.schema import Recipe
-from quantkit.sensitivity.result import load_sensitivity
+from quantkit.sensitivity.sensitivity_file import load_sensitivity
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import (
     check_directory,
@@ -39,10 +44,7 @@ from quantkit.storage.places import (
     translated,
 )
 from quantkit.storage.system import make_folders
-from quantkit.workflow.build import HESSIAN_MEMORY, PACKED, build, refuse_search
-from quantkit.workflow.evaluate import EvaluationSettings, baseline_of
-from quantkit.workflow.hessians import MomentPlan, moments_of
-from quantkit.workflow.inputs import (
+from quantkit.workflow.arguments import (
     ModelLike,
     RecipeLike,
     as_model,
@@ -51,6 +53,9 @@ from quantkit.workflow.inputs import (
     fitted,
     name_of,
 )
+from quantkit.workflow.build import HESSIAN_MEMORY, PACKED, build, refuse_search
+from quantkit.workflow.evaluate import EvaluationSettings, baseline_of
+from quantkit.workflow.hessians import MomentPlan, moments_of
 from quantkit.workflow.run_record import LOG, RECORD, RunRecord, logged
 
 _log = logging.getLogger(__name__)
@@ -321,7 +326,7 @@ def _check_outputs(output: Path, recipe: Recipe, model: Model, *, force: bool) -
     refuse_overlap(output, model.path)
     if not force:
         check_directory(output, kind="run", force=False)
-    kinds = {"packed/": packing.KIND, "report/": reports.KIND, "hessians/": hessian.KIND}
+    kinds = {"packed/": packing.KIND, "report/": reports.KIND, "hessians/": moment_files.KIND}
     for name in files_of(recipe):
         if name in kinds:
             # Second moments that are there are gone on with.

@@ -7,9 +7,9 @@ from statistics import fmean
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.eval.backbones import Backbones
-from quantkit.eval.generation import GenerationSettings, generate, rehearse_pictures
-from quantkit.eval.metrics import measure_ssim
+from quantkit.eval.measuring.backbones import Backbones
+from quantkit.eval.measuring.generation import GenerationSettings, generate, rehearse_pictures
+from quantkit.eval.measuring.metrics import measure_ssim
 from quantkit.pipelines.running import load_pipeline, quiet_libraries
 from quantkit.progress import Progress, silent
 from quantkit.recipe.goals import BudgetRecipe

@@ -5,17 +5,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibration.statistics import load_calibration
+from quantkit.calibration.statistics.layer_statistics import load_calibration
 from quantkit.progress import Progress, silent
 from quantkit.sensitivity import analyse
 from quantkit.sensitivity.error_propagation import Gain, find_gains
 from quantkit.sensitivity.measured_model import MeasuredModel
 from quantkit.sensitivity.plot import check_plot_path, save_plot
-from quantkit.sensitivity.result import Sensitivity, save_sensitivity, to_json
+from quantkit.sensitivity.sensitivity_file import Sensitivity, save_sensitivity, to_json
 from quantkit.storage.digest import sha256_of_file
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import check_file
-from quantkit.workflow.inputs import (
+from quantkit.workflow.arguments import (
     HessiansLike,
     ModelLike,
     PromptsLike,

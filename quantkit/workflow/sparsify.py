@@ -10,7 +10,7 @@ from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import MaskSet, save_masks
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import check_file, refuse_overlap
-from quantkit.workflow.inputs import (
+from quantkit.workflow.arguments import (
     CalibrationLike,
     HessiansLike,
     ModelLike,

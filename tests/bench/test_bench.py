@@ -15,25 +15,25 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quantkit.bench import kernels, timing
-from quantkit.bench.compare import compare
-from quantkit.bench.contender import Contender, UnavailableError, worst_of
-from quantkit.bench.kernels import OPERATIONS, Operation, run_bench
-from quantkit.bench.machine import Machine
-from quantkit.bench.problem import BenchProblem
-from quantkit.bench.result import (
+from quantkit.bench.kernels import kernel_benchmark, timing
+from quantkit.bench.kernels.compare import compare
+from quantkit.bench.kernels.contender import Contender, UnavailableError, worst_of
+from quantkit.bench.kernels.kernel_benchmark import OPERATIONS, Operation, run_bench
+from quantkit.bench.kernels.kernel_figures import (
     BenchResult,
     BenchRow,
     Verdict,
     load_baseline,
     save_result,
 )
-from quantkit.bench.roofline import Ceiling, Ceilings, Precision, Work, gemm_work
-from quantkit.bench.shapes import SHAPES, AttentionShape, Shape, find_shapes
-from quantkit.bench.stopping import stopping_early
-from quantkit.bench.timing import Samples, Stopwatch, Timing, TimingPlan
-from quantkit.bench.workloads import Products
-from quantkit.cli.bench import bench as command
+from quantkit.bench.kernels.kernel_shapes import SHAPES, AttentionShape, Shape, find_shapes
+from quantkit.bench.kernels.machine import Machine
+from quantkit.bench.kernels.problem import BenchProblem
+from quantkit.bench.kernels.roofline import Ceiling, Ceilings, Precision, Work, gemm_work
+from quantkit.bench.kernels.stopping import stopping_early
+from quantkit.bench.kernels.timing import Samples, Stopwatch, Timing, TimingPlan
+from quantkit.bench.kernels.workloads import Products
+from quantkit.cli.bench_command import bench as command
 from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops.table import OPS
@@ -50,7 +50,7 @@ CEILINGS = Ceilings(Ceiling(1000.0, measured=True, source=""), dict.fromkeys(Pre
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     """Leave out what takes long and is not under test: large products, large flushes."""
-    monkeypatch.setattr(kernels, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(kernel_benchmark, "measure_ceilings", lambda device: CEILINGS)
     monkeypatch.setattr(timing, "_flush_bytes", lambda device: 1024)
 
 

@@ -9,16 +9,16 @@ import torch
 from click.testing import CliRunner
 from torch.nn.functional import scaled_dot_product_attention
 
-from quantkit.bench import attention, kernels, libraries, timing
-from quantkit.bench.attention_libraries import LIBRARIES
-from quantkit.bench.attention_problem import AttentionProblem
-from quantkit.bench.contender import UnavailableError
-from quantkit.bench.kernels import OPERATIONS, cases
-from quantkit.bench.result import load_baseline
-from quantkit.bench.roofline import Precision, Work
-from quantkit.bench.shapes import AttentionShape, Shape, find_shapes
-from quantkit.bench.workloads import Attention
-from quantkit.cli.bench import bench as command
+from quantkit.bench.kernels import attention_contenders, kernel_benchmark, libraries, timing
+from quantkit.bench.kernels.attention_libraries import LIBRARIES
+from quantkit.bench.kernels.attention_problem import AttentionProblem
+from quantkit.bench.kernels.contender import UnavailableError
+from quantkit.bench.kernels.kernel_benchmark import OPERATIONS, cases
+from quantkit.bench.kernels.kernel_figures import load_baseline
+from quantkit.bench.kernels.kernel_shapes import AttentionShape, Shape, find_shapes
+from quantkit.bench.kernels.roofline import Precision, Work
+from quantkit.bench.kernels.workloads import Attention
+from quantkit.cli.bench_command import bench as command
 from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops.attention import attention as reference
@@ -28,16 +28,16 @@ from tests.support.kernel_cases import need
 
 CPU = torch.device("cpu")
 SMALL = AttentionShape(2, 3, 37, 101, 40)
-OWN = {c.name: c for c in (*attention.FP8, *attention.INT8_QK)}
+OWN = {c.name: c for c in (*attention_contenders.FP8, *attention_contenders.INT8_QK)}
 LIBRARY = {c.name: c for c in LIBRARIES}
 BOTH = pytest.mark.parametrize(
-    "contenders", [attention.FP8, attention.INT8_QK], ids=["fp8", "int8"]
+    "contenders", [attention_contenders.FP8, attention_contenders.INT8_QK], ids=["fp8", "int8"]
 )
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(kernels, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(kernel_benchmark, "measure_ceilings", lambda device: CEILINGS)
     monkeypatch.setattr(timing, "_flush_bytes", lambda device: 1024)
 
 
@@ -114,7 +114,9 @@ def test_exact_results_are_torchs(problem, monkeypatch):
     wanted = scaled_dot_product_attention(*(t.double() for t in (problem.q, problem.k, problem.v)))
     assert torch.allclose(problem.exact, wanted, rtol=1e-12, atol=1e-12)
     problem.forget_exact()
-    monkeypatch.setattr("quantkit.bench.attention_problem._SCORES", 1000)  # some rows at a time
+    monkeypatch.setattr(
+        "quantkit.bench.kernels.attention_problem._SCORES", 1000
+    )  # some rows at a time
     assert torch.allclose(problem.exact, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -309,4 +311,4 @@ def test_groups_without_shapes_of_the_operation_are_refused(op, shapes):
 
 
 def test_int8_scores_have_a_peak_of_their_own():
-    assert {c.precision for c in attention.INT8_QK} == {Precision.INT8, None}
+    assert {c.precision for c in attention_contenders.INT8_QK} == {Precision.INT8, None}

@@ -15,20 +15,21 @@ from click.testing import CliRunner
 from diffusers.configuration_utils import FrozenDict
 from torch import nn
 
-from quantkit.bench import compiling, judging, timing
-from quantkit.bench import model as bench_model
-from quantkit.bench.compiling import outside_blocks, with_shared_weights
-from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
-from quantkit.bench.denoisers import DENOISERS, build_denoiser, find_denoiser
-from quantkit.bench.model import run_model_bench
-from quantkit.bench.model_contenders import MODEL_CONTENDERS
-from quantkit.bench.model_result import ModelBenchSettings
-from quantkit.bench.packing import PackedVariant, convolutions
-from quantkit.bench.profiling import GROUPS, IDLE, group_of, own_shares, profile_step
-from quantkit.bench.result import Verdict
-from quantkit.bench.timing import TimingPlan
-from quantkit.bench.torchao_dynamic import short_layers
-from quantkit.cli.bench_model import model_command
+from quantkit.bench.kernels import compiled_blocks, timing
+from quantkit.bench.kernels.compiled_blocks import outside_blocks, with_shared_weights
+from quantkit.bench.kernels.kernel_figures import Verdict
+from quantkit.bench.kernels.timing import TimingPlan
+from quantkit.bench.kernels.torchao_dynamic import short_layers
+from quantkit.bench.models import judging
+from quantkit.bench.models import model_benchmark as bench_model
+from quantkit.bench.models.denoiser_inputs import first_tensor, make_inputs
+from quantkit.bench.models.denoisers import DENOISERS, build_denoiser, find_denoiser
+from quantkit.bench.models.model_benchmark import run_model_bench
+from quantkit.bench.models.model_contenders import MODEL_CONTENDERS
+from quantkit.bench.models.model_result import ModelBenchSettings
+from quantkit.bench.models.packed_copies import PackedVariant, convolutions
+from quantkit.bench.models.profiling import GROUPS, IDLE, group_of, own_shares, profile_step
+from quantkit.cli.bench_model_command import model_command
 from quantkit.device import backends, compilers
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.op import all_variants
@@ -170,9 +171,9 @@ def test_steps_that_cannot_be_captured_say_so(unet_dir, monkeypatch):
 def test_captured_steps_keep_what_they_read(monkeypatch):
     made = weakref.ref(module := nn.Linear(4, 4))
     recording = SimpleNamespace(launch=lambda: None, output=torch.ones(2))
-    monkeypatch.setattr(compiling, "run_aside", lambda *_: None)
-    monkeypatch.setattr(compiling, "capture", lambda *_: recording)
-    step = compiling.captured(partial(module, torch.ones(2, 4)), torch.device("cuda"))
+    monkeypatch.setattr(compiled_blocks, "run_aside", lambda *_: None)
+    monkeypatch.setattr(compiled_blocks, "capture", lambda *_: recording)
+    step = compiled_blocks.captured(partial(module, torch.ones(2, 4)), torch.device("cuda"))
     del module
     gc.collect()
     assert made() is not None
@@ -247,7 +248,7 @@ def test_copies_share_their_weights(unet_dir):
 
 
 def test_recipes_keep_convolutions_where_asked(unet_dir):
-    from quantkit.bench.packing import Source
+    from quantkit.bench.models.packed_copies import Source
 
     model = build_denoiser(find_denoiser(str(unet_dir)), CPU)
     source = Source(unet_dir, model, lambda: None, quiet)
@@ -301,7 +302,7 @@ def test_classes_are_built_by_default():
 
 def test_hub_ids_are_looked_for_in_the_cache(unet_dir, monkeypatch):
     places = {"owner/unet": unet_dir}
-    monkeypatch.setattr("quantkit.bench.denoisers.cached", places.get)
+    monkeypatch.setattr("quantkit.bench.models.denoisers.cached", places.get)
     assert find_denoiser("owner/unet").class_name == "UNet2DConditionModel"
     with pytest.raises(ModelError, match="owner/other: unknown"):
         find_denoiser("owner/other")

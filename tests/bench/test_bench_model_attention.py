@@ -8,12 +8,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quantkit.bench import timing
-from quantkit.bench.judging import Eager, judge_attention
-from quantkit.bench.model_attention import why_not_used
-from quantkit.bench.model_contenders import MODEL_CONTENDERS
-from quantkit.bench.result import Verdict
-from quantkit.cli.bench_model import model_command
+from quantkit.bench.kernels import timing
+from quantkit.bench.kernels.kernel_figures import Verdict
+from quantkit.bench.models.judging import Eager, judge_attention
+from quantkit.bench.models.model_attention import why_not_used
+from quantkit.bench.models.model_contenders import MODEL_CONTENDERS
+from quantkit.cli.bench_model_command import model_command
 from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
 from quantkit.device.log import KernelLog
@@ -141,7 +141,7 @@ def test_torchao_has_no_twin(unet_dir, monkeypatch):
 @pytest.mark.usefixtures("_host")
 @pytest.mark.parametrize("name", ["f16", "fp8"])
 def test_wrong_attention_is_not_timed(unet_dir, monkeypatch, name):
-    from quantkit.inference.attention_ends import HeadProduct
+    from quantkit.inference.attention.attention_ends import HeadProduct
 
     right = HeadProduct.wide
     monkeypatch.setattr(HeadProduct, "wide", lambda product: -3 * right(product))

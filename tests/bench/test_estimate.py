@@ -14,27 +14,27 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from quantkit.bench.denoiser_inputs import make_inputs
-from quantkit.bench.denoisers import DENOISERS, Denoiser, build_denoiser, find_denoiser
 from quantkit.bench.estimate.cards import CARDS, find_card
-from quantkit.bench.estimate.cost import BOUNDS, time_kernels
+from quantkit.bench.estimate.estimate_step import estimate_step
+from quantkit.bench.estimate.estimated_kernels import Kernel, fused, separate, with_layout_copies
 from quantkit.bench.estimate.groups import NORMS, PRODUCTS, PROFILED, SMALL
-from quantkit.bench.estimate.kernels import Kernel, fused, separate, with_layout_copies
-from quantkit.bench.estimate.models import as_compiled, trace_contender
-from quantkit.bench.estimate.products import Product
-from quantkit.bench.estimate.run import estimate_step
+from quantkit.bench.estimate.kernel_cost import BOUNDS, time_kernels
+from quantkit.bench.estimate.matrix_product import Product
+from quantkit.bench.estimate.shape_models import as_compiled, trace_contender
 from quantkit.bench.estimate.tracing import View, trace
-from quantkit.bench.model_contenders import MODEL_CONTENDERS
-from quantkit.bench.model_result import ModelBenchSettings
-from quantkit.bench.profiling import group_of
-from quantkit.cli.bench_model import model_command
+from quantkit.bench.models.denoiser_inputs import make_inputs
+from quantkit.bench.models.denoisers import DENOISERS, Denoiser, build_denoiser, find_denoiser
+from quantkit.bench.models.model_contenders import MODEL_CONTENDERS
+from quantkit.bench.models.model_result import ModelBenchSettings
+from quantkit.bench.models.profiling import group_of
+from quantkit.cli.bench_model_command import model_command
 from quantkit.device.archs import OneLaunch, arch_of_device
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose, least_keys, supposing, why_on_request
 from quantkit.errors import InputError, ModelError
-from quantkit.inference.norm_codes import sums_pay
-from quantkit.inference.one_pass import has_kernel
-from quantkit.inference.operators import OPERATORS
+from quantkit.inference.blocks.norm_codes import sums_pay
+from quantkit.inference.layers.fused_op import has_kernel
+from quantkit.inference.layers.torch_operators import OPERATORS
 from quantkit.progress import silent
 from tests.support.pipelines import tiny_flux_pipeline, tiny_unet
 

@@ -8,15 +8,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from quantkit.bench.estimate.cards import CARDS
-from quantkit.bench.estimate.cost import time_kernels
+from quantkit.bench.estimate.estimated_kernels import separate
 from quantkit.bench.estimate.groups import PROFILED
-from quantkit.bench.estimate.kernels import separate
-from quantkit.bench.estimate.own_operators import COSTS
+from quantkit.bench.estimate.kernel_cost import time_kernels
+from quantkit.bench.estimate.operator_costs import COSTS
 from quantkit.bench.estimate.tracing import trace
-from quantkit.bench.profiling import group_of
+from quantkit.bench.models.profiling import group_of
 from quantkit.device.ops.op import all_variants
 from quantkit.device.ops.table import OPS
-from quantkit.inference.operators import OVERLOADS
+from quantkit.inference.layers.torch_operators import OVERLOADS
 
 SIZES = [(24, 32, 64), (7, 48, 96), (1, 16, 32)]
 every_operation = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.calibration.collect import calibrate
+from quantkit.calibration.observing.collect import calibrate
 from quantkit.models.source import open_model
 from quantkit.progress import silent
 from tests.support.observed import PROMPTS, RECIPE

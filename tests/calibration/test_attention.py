@@ -9,16 +9,16 @@ import torch.nn.functional as torch_functional
 from diffusers import UNet2DConditionModel
 
 import quantkit
-from quantkit.calibration import hooks
-from quantkit.calibration.attention_accumulators import attention_statistics_of
-from quantkit.calibration.attention_statistics import (
+from quantkit.calibration.observing import hooks
+from quantkit.calibration.observing.attention_accumulators import attention_statistics_of
+from quantkit.calibration.observing.collect import calibrate
+from quantkit.calibration.observing.hooks import Collector
+from quantkit.calibration.statistics.attention_statistics import (
     AttentionStatistics,
     largest_about,
 )
-from quantkit.calibration.collect import calibrate
-from quantkit.calibration.hooks import Collector
-from quantkit.calibration.merge import merge
-from quantkit.calibration.statistics import load_calibration, save_calibration
+from quantkit.calibration.statistics.layer_statistics import load_calibration, save_calibration
+from quantkit.calibration.statistics.merge import merge
 from quantkit.device.backends import Backend, use
 from quantkit.errors import ArtefactError, NonFiniteError
 from quantkit.models.source import open_model

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration import collect
-from quantkit.calibration.collect import calibrate, observed_layers
-from quantkit.calibration.statistics import load_calibration, save_calibration
+from quantkit.calibration.observing import collect
+from quantkit.calibration.observing.collect import calibrate, observed_layers
+from quantkit.calibration.statistics.layer_statistics import load_calibration, save_calibration
 from quantkit.errors import ArtefactError, ModelError, NonFiniteError, OutputError, PromptError
 from quantkit.models.source import open_model
 from quantkit.models.timestep import bucket_of

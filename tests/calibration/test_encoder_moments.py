@@ -7,12 +7,12 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from quantkit.calibration.collect import observed_layers
-from quantkit.calibration.collect_hessians import collect_hessians, moment_layers
-from quantkit.calibration.hessian import load_hessians
-from quantkit.calibration.layer_modules import find_modules
-from quantkit.calibration.token_rows import token_rows
-from quantkit.cli.hessian import hessian as command
+from quantkit.calibration.moments.collect_hessians import collect_hessians, moment_layers
+from quantkit.calibration.moments.moment_files import load_hessians
+from quantkit.calibration.moments.token_rows import token_rows
+from quantkit.calibration.observing.collect import observed_layers
+from quantkit.calibration.observing.layer_modules import find_modules
+from quantkit.cli.hessian_command import hessian as command
 from quantkit.errors import ArtefactError, RecipeError
 from quantkit.models.source import open_encoders, open_model
 from quantkit.models.treated import encoders_of

@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
-from quantkit.calibration import collect_hessians as collecting
-from quantkit.calibration.collect import observed_layers
-from quantkit.calibration.collect_hessians import collect_hessians
-from quantkit.calibration.held_out_rows import HELD_ROWS, HeldRows, held_bytes, hold_out
-from quantkit.calibration.hessian import INDEX, KIND, Hessians, load_hessians
-from quantkit.calibration.moment_collector import MomentCollector
-from quantkit.calibration.moment_sums import MomentSum
-from quantkit.calibration.moments import group_layers, moment_bytes
-from quantkit.cli.hessian import hessian as command
+from quantkit.calibration.moments import collect_hessians as collecting
+from quantkit.calibration.moments.collect_hessians import collect_hessians
+from quantkit.calibration.moments.held_out_rows import HELD_ROWS, HeldRows, held_bytes, hold_out
+from quantkit.calibration.moments.moment_collector import MomentCollector
+from quantkit.calibration.moments.moment_files import INDEX, KIND, Hessians, load_hessians
+from quantkit.calibration.moments.moment_sums import MomentSum
+from quantkit.calibration.moments.moments import group_layers, moment_bytes
+from quantkit.calibration.observing.collect import observed_layers
+from quantkit.cli.hessian_command import hessian as command
 from quantkit.errors import (
     ArtefactError,
     ModelError,
@@ -50,7 +50,7 @@ def test_windows_are_taken_in_parts_when_they_are_many(monkeypatch):
     x = torch.randn(5, 4, 6, 6)
     whole, parts = MomentSum(module, "layer", 1.0, 0), MomentSum(module, "layer", 1.0, 0)
     add_input(whole, x, 1.0)
-    monkeypatch.setattr("quantkit.calibration.windows._WINDOW_ELEMENTS", 10)
+    monkeypatch.setattr("quantkit.calibration.moments.input_windows._WINDOW_ELEMENTS", 10)
     add_input(parts, x, 1.0)
     torch.testing.assert_close(parts.moments().second, whole.moments().second)
 
@@ -434,7 +434,7 @@ def test_the_command_says_what_it_would_do_and_does_it(model, tmp_path):
 
 def test_a_disk_that_is_full_before_is_told_before_the_run(model, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1))
-    monkeypatch.setattr("quantkit.calibration.collect_hessians.sha256_of", pytest.fail)
+    monkeypatch.setattr("quantkit.calibration.moments.collect_hessians.sha256_of", pytest.fail)
     result = CliRunner().invoke(
         command, [str(model.path), "-o", str(tmp_path / "h"), "--count", "1", "--quiet"]
     )

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.calibration.hooks import Collector, split_schedule
-from quantkit.calibration.sampling import SAMPLE_ROWS
+from quantkit.calibration.observing.hooks import Collector, split_schedule
+from quantkit.calibration.statistics.sampling import SAMPLE_ROWS
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
 from quantkit.models.timestep import bucket_of
 from quantkit.numerics.histogram import BINS

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from quantkit.calibration import seen_input
-from quantkit.calibration.hooks import Collector
-from quantkit.calibration.input_measure import _chunks, measure
-from quantkit.calibration.seen_input import Seen
+from quantkit.calibration.observing import shared_input
+from quantkit.calibration.observing.hooks import Collector
+from quantkit.calibration.observing.shared_input import Seen
+from quantkit.calibration.statistics.input_measure import _chunks, measure
 from quantkit.device.backends import Backend, use
 from quantkit.numerics.histogram import BINS, bin_edges
 from tests.support.observed import Scheduler, layer_of
@@ -158,7 +158,7 @@ class Heads(torch.nn.Module):
 def test_an_input_that_layers_share_is_measured_once(monkeypatch):
     counted = []
     monkeypatch.setattr(
-        seen_input,
+        shared_input,
         "measure",
         lambda x, axis, **more: counted.append(x.shape) or measure(x, axis, **more),
     )

@@ -8,10 +8,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quantkit.calibration.collect import calibrate
-from quantkit.calibration.merge import merge, merge_layer
-from quantkit.calibration.statistics import load_calibration, save_calibration
-from quantkit.cli.calibrate import calibrate as calibrate_command
+from quantkit.calibration.observing.collect import calibrate
+from quantkit.calibration.statistics.layer_statistics import load_calibration, save_calibration
+from quantkit.calibration.statistics.merge import merge, merge_layer
+from quantkit.cli.calibrate_command import calibrate as calibrate_command
 from quantkit.errors import ArtefactError, OutputError
 from quantkit.progress import silent
 from tests.support.observed import (

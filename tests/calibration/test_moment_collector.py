@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.bench.denoiser_inputs import make_inputs
-from quantkit.calibration import collect_hessians, moment_collector
-from quantkit.calibration.moment_collector import MomentCollector
-from quantkit.calibration.shared_inputs import SharedInputs, UnsharedInputError
+from quantkit.bench.models.denoiser_inputs import make_inputs
+from quantkit.calibration.moments import collect_hessians, moment_collector
+from quantkit.calibration.moments.moment_collector import MomentCollector
+from quantkit.calibration.moments.shared_moments import SharedInputs, UnsharedInputError
 from quantkit.pipelines import recorded_step
 from quantkit.pipelines import replay as replaying
 from quantkit.progress import silent

@@ -5,14 +5,18 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.calibration.checks import check_moments
-from quantkit.calibration.held_out_rows import HeldRows
-from quantkit.calibration.hessian import HessianIndex, create_hessians
-from quantkit.calibration.moments import Moments
-from quantkit.calibration.sampling import SAMPLE_ROWS
-from quantkit.calibration.statistics import Calibration, load_calibration, save_calibration
+from quantkit.calibration.moments.held_out_rows import HeldRows
+from quantkit.calibration.moments.moment_checks import check_moments
+from quantkit.calibration.moments.moment_files import HessianIndex, create_hessians
+from quantkit.calibration.moments.moments import Moments
+from quantkit.calibration.statistics.layer_statistics import (
+    Calibration,
+    load_calibration,
+    save_calibration,
+)
+from quantkit.calibration.statistics.sampling import SAMPLE_ROWS
 from quantkit.errors import ArtefactError, NonFiniteError
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.masks import TWO_OF_FOUR, Pattern
@@ -167,7 +171,7 @@ def test_scaled_inputs_have_the_scaled_moments():
 
 
 def test_large_matrices_are_checked_to_their_last_row(monkeypatch):
-    monkeypatch.setattr("quantkit.calibration.checks._ELEMENTS", 3 * 20)
+    monkeypatch.setattr("quantkit.calibration.moments.moment_checks._ELEMENTS", 3 * 20)
     moments = moments_of(seeded(100, 20))
     tensors = {"second": moments.second, "mean": moments.mean}
     check_moments(tensors, 100)

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkit.calibration.batch_peaks import peaks_by_batch
-from quantkit.calibration.input_measure import measure
-from quantkit.calibration.moving_average import (
+from quantkit.calibration.statistics.batch_peaks import peaks_by_batch
+from quantkit.calibration.statistics.input_measure import measure
+from quantkit.calibration.statistics.moving_average import (
     continued,
     known_share,
     one_by_one,
     step_averages,
     without_start,
 )
-from quantkit.calibration.observers import OBSERVERS
+from quantkit.calibration.statistics.observers import OBSERVERS
 from quantkit.numerics.formats import FORMATS
 from tests.support.observed import filtered, observe, sample, statistics_of
 

@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from quantkit.bench.denoiser_inputs import make_inputs
-from quantkit.calibration.hooks import Collector
-from quantkit.calibration.sampling import draw_candidates
+from quantkit.bench.models.denoiser_inputs import make_inputs
+from quantkit.calibration.observing.hooks import Collector
+from quantkit.calibration.statistics.sampling import draw_candidates
 from quantkit.pipelines import recorded_step
 from quantkit.pipelines import replay as replaying
 from tests.support.denoisers import tiny_denoiser

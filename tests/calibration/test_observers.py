@@ -7,7 +7,12 @@ import scipy.signal
 import scipy.stats
 import torch
 
-from quantkit.calibration.observers import OBSERVERS, agreeing_edges, clip_grid, static_scale
+from quantkit.calibration.statistics.observers import (
+    OBSERVERS,
+    agreeing_edges,
+    clip_grid,
+    static_scale,
+)
 from quantkit.errors import RecipeError
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.histogram import bin_edges
@@ -185,7 +190,7 @@ def test_neighbours_that_agree_share_a_bucket(loud, wanted):
 @pytest.mark.parametrize(("second", "wanted"), [(8.75, ()), (8.8, (10.0,))])
 def test_scales_at_the_tolerance_agree(monkeypatch, second, wanted):
     """The scales of 7 and 8.75 are 1 / 64 and 1.25 / 64, without rounding."""
-    monkeypatch.setattr("quantkit.calibration.observers.AUTO_TOLERANCE", 1.25)
+    monkeypatch.setattr("quantkit.calibration.statistics.observers.AUTO_TOLERANCE", 1.25)
     statistics = statistics_of(torch.full((3, 8), 7.0), torch.full((3, 8), second))
     recipe = ActivationRecipe(mode="static", observer="amax", buckets="auto")
     assert agreeing_edges(statistics, recipe, FORMATS["e4m3fn"], (10.0,)) == wanted

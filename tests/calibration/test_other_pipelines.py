@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.calibration.hooks import split_schedule
+from quantkit.calibration.observing.hooks import split_schedule
 from quantkit.errors import ModelError
 from quantkit.models.timestep import timestep_argument
 from quantkit.pipelines.running import quiet_libraries

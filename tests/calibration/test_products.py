@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.calibration.products import (
+from quantkit.calibration.moments.row_products import (
     Products,
     column_sums,
     first_draw,

@@ -8,29 +8,29 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration.observers import static_scale
-from quantkit.calibration.rescaled_statistics import rescaled
-from quantkit.calibration.sampling import SAMPLE_ROWS
-from quantkit.calibration.smoothing import smooth_factor
-from quantkit.calibration.statistics import (
+from quantkit.calibration.statistics.layer_statistics import (
     Calibration,
     CalibrationProvenance,
     LayerStatistics,
     per_column,
 )
+from quantkit.calibration.statistics.observers import static_scale
+from quantkit.calibration.statistics.rescaled_statistics import rescaled
+from quantkit.calibration.statistics.sampling import SAMPLE_ROWS
+from quantkit.calibration.statistics.smoothing import smooth_factor
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
-from quantkit.cli.inspect import inspect as inspect_command
-from quantkit.cli.pack import pack as pack_command
+from quantkit.cli.inspect_command import inspect as inspect_command
+from quantkit.cli.pack_command import pack as pack_command
 from quantkit.errors import NonFiniteError, RecipeError
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.histogram import count_bins
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
-from quantkit.numerics.packing import to_rows
+from quantkit.numerics.packed_2to4 import to_rows
 from quantkit.numerics.scales import cast
-from quantkit.packing.pack import pack
+from quantkit.packing.pack_model import pack
 from quantkit.packing.smoothing_strength import ALPHAS
 from quantkit.progress import silent
 from quantkit.recipe.layer_recipes import ActivationRecipe
@@ -287,7 +287,7 @@ def test_even_inputs_and_weights_are_not_smoothed(tmp_path):
 
 
 def test_commands_show_what_was_chosen(source, calibration, tmp_path):
-    from quantkit.calibration.statistics import save_calibration
+    from quantkit.calibration.statistics.layer_statistics import save_calibration
 
     save_calibration(calibration, tmp_path / "c.safetensors", force=False)
     (tmp_path / "r.yaml").write_text("name: t\nsmooth: auto\nbias_correction: true\n")

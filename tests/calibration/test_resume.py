@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from quantkit.calibration import resume
-from quantkit.calibration.resume import PartialFile, PartialSums, WriteInterval
+from quantkit.calibration.observing import calibration_resume
+from quantkit.calibration.observing.calibration_resume import (
+    PartialFile,
+    PartialSums,
+    WriteInterval,
+)
 from quantkit.errors import ArtefactError
 from quantkit.pipelines.processes import ALONE
 from tests.support.artefacts import attention_sums, sums
@@ -63,7 +67,7 @@ def test_nothing_is_read_where_nothing_was_kept_or_all_was_discarded(written):
 
 def test_writing_takes_a_twentieth_of_the_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(resume, "monotonic", lambda: now[0])
+    monkeypatch.setattr(calibration_resume, "monotonic", lambda: now[0])
     pace = WriteInterval()
     for began, ended, due in ((None, 100.0, 105.0), (110.0, 110.125, 115.125), (120.0, 123.0, 183)):
         now[0] = ended

@@ -6,14 +6,14 @@ import scipy.signal
 import scipy.stats
 import torch
 
-from quantkit.calibration.sampling import (
+from quantkit.calibration.statistics.sampling import (
     SAMPLE_ROWS,
     Candidates,
     draw_candidates,
     row_count,
     rows_of_input,
 )
-from quantkit.numerics.packing import to_rows
+from quantkit.numerics.packed_2to4 import to_rows
 from tests.support.observed import observe
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quantkit.calibration.smoothing import smooth_factor
+from quantkit.calibration.statistics.smoothing import smooth_factor
 from quantkit.errors import ShapeError
-from quantkit.numerics.packing import to_rows
+from quantkit.numerics.packed_2to4 import to_rows
 from tests.support.observed import sample, statistics_of
 
 

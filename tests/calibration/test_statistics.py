@@ -8,15 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration.sampling import SAMPLE_ROWS
-from quantkit.calibration.statistics import (
+from quantkit.calibration.statistics.layer_statistics import (
     LayerStatistics,
     load_calibration,
     per_column,
     save_calibration,
 )
+from quantkit.calibration.statistics.sampling import SAMPLE_ROWS
 from quantkit.errors import ArtefactError
-from quantkit.numerics.packing import to_rows
+from quantkit.numerics.packed_2to4 import to_rows
 from quantkit.storage.artefact import read_artefact, write_artefact
 from tests.support.observed import sample, statistics_of
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quantkit.calibration.moment_sums import MomentSum
-from quantkit.calibration.timestep_weights import responses, step_weights
+from quantkit.calibration.moments.moment_sums import MomentSum
+from quantkit.calibration.moments.timestep_weights import responses, step_weights
 from quantkit.errors import RecipeError
-from quantkit.numerics.packing import to_rows
+from quantkit.numerics.packed_2to4 import to_rows
 from tests.support.moments import add_input
 
 

@@ -6,8 +6,12 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.calibration.observers import static_scale
-from quantkit.calibration.statistics import Calibration, load_calibration, save_calibration
+from quantkit.calibration.statistics.layer_statistics import (
+    Calibration,
+    load_calibration,
+    save_calibration,
+)
+from quantkit.calibration.statistics.observers import static_scale
 from quantkit.errors import ArtefactError
 from quantkit.models.layer_plan import UNSEEN
 from quantkit.models.source import open_model

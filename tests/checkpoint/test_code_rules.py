@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from quantkit.checkpoint import code_rules
 from quantkit.checkpoint.verification import find_breaches
 from quantkit.models.source import open_model
-from quantkit.packing.pack import pack
+from quantkit.packing.pack_model import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.system import read_into

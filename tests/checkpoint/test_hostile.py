@@ -153,7 +153,7 @@ def test_copied_weights_are_looked_at_before_the_long_work(pipeline_dir, tmp_pat
     def never(*args, **options):
         raise AssertionError("packed first")
 
-    monkeypatch.setattr("quantkit.packing.pack.write_shards", never)
+    monkeypatch.setattr("quantkit.packing.pack_model.write_shards", never)
     with pytest.raises(ModelError, match="found nan"):
         packed_to(source, tmp_path / "packed")
 
@@ -163,6 +163,6 @@ def test_a_broken_stage_is_told_as_the_output(pipeline_dir, tmp_path, monkeypatc
         list_written(stage, *rest)
         cut(UNET)(stage)
 
-    monkeypatch.setattr("quantkit.packing.pack.list_written", damaged)
+    monkeypatch.setattr("quantkit.packing.pack_model.list_written", damaged)
     with pytest.raises(CheckpointError, match=rf"^{tmp_path}/packed/unet/diff.*: truncated"):
         packed_to(pipeline_dir, tmp_path / "packed")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from quantkit.checkpoint.layout import DTYPE_ORDER, encode_header, place
 from quantkit.checkpoint.metadata import METADATA_KEY
 from quantkit.checkpoint.spec import TensorSpec
+from quantkit.checkpoint.tensor_layout import DTYPE_ORDER, encode_header, place
 from quantkit.storage.tensorfile import read_header
 
 pytestmark = pytest.mark.usefixtures("any_model")

@@ -15,7 +15,7 @@ from quantkit.checkpoint.verification import find_breaches, verify
 from quantkit.errors import CheckpointError
 from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.models.source import open_model
-from quantkit.packing.pack import pack
+from quantkit.packing.pack_model import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.tensorfile import read_header

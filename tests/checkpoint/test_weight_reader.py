@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.checkpoint import contents, weight_reader
-from quantkit.checkpoint.layout import Sink
+from quantkit.checkpoint.tensor_layout import Sink
 from quantkit.checkpoint.weight_reader import SourceTensor
 from quantkit.errors import NonFiniteError
 from quantkit.packing import writer

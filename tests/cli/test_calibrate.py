@@ -5,9 +5,9 @@ import json
 import torch
 from click.testing import CliRunner
 
-from quantkit.calibration.statistics import load_calibration
-from quantkit.cli.calibrate import calibrate as calibrate_command
-from quantkit.cli.inspect import inspect as inspect_command
+from quantkit.calibration.statistics.layer_statistics import load_calibration
+from quantkit.cli.calibrate_command import calibrate as calibrate_command
+from quantkit.cli.inspect_command import inspect as inspect_command
 from quantkit.errors import OutputError
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from quantkit import resources
 from quantkit.cli import options, quantkit
 from quantkit.errors import InputError
-from quantkit.packing.pack import pack
+from quantkit.packing.pack_model import pack
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 

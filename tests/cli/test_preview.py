@@ -64,7 +64,7 @@ def test_nothing_is_shown_in_a_pipe_or_without_colours(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("pictures", [True, False])
 def test_the_worst_pair_is_shown_when_it_is_another_one(tmp_path, monkeypatch, capsys, pictures):
-    from quantkit.eval.live import SoFar
+    from quantkit.eval.pages.live import SoFar
 
     monkeypatch.setattr(preview, "terminal", lambda: terminal_of(80))
     files = picture(tmp_path, "a.png")[1], picture(tmp_path, "b.png")[1]

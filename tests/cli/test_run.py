@@ -25,7 +25,7 @@ def prompt_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ran(pipeline_dir, prompt_file, tmp_path_factory):
     """``quantkit run fp8-sparse`` on the tiny pipeline: calibration, masks, packed, report."""
-    from quantkit.cli.run import run
+    from quantkit.cli.run_command import run
 
     folder = tmp_path_factory.mktemp("run") / "out"
     recipe = folder.parent / "quick.yaml"
@@ -64,7 +64,7 @@ def test_run_writes_every_artefact_and_the_report_it_prints(ran):
 
 def test_run_takes_second_moments_where_the_recipe_needs_them(pipeline_dir, prompt_file, tmp_path):
     """All that is chosen from activations at once: GPTQ, SparseGPT, scales per bucket."""
-    from quantkit.cli.run import run
+    from quantkit.cli.run_command import run
 
     recipe, folder = tmp_path / "all.yaml", tmp_path / "out"
     recipe.write_text(
@@ -115,7 +115,7 @@ def test_report_tells_what_ran_every_layer(ran):
 
 
 def test_run_needs_no_force_to_refuse_and_plans_dry(ran, pipeline_dir, tmp_path):
-    from quantkit.cli.run import run
+    from quantkit.cli.run_command import run
 
     folder, _ = ran
     again = CliRunner().invoke(run, ["fp8", str(pipeline_dir), "-o", str(folder), *NO_NETWORKS])
@@ -245,14 +245,14 @@ def test_a_run_that_has_no_room_is_refused_first(stopped, monkeypatch):
 
 
 def eval_report(*arguments):
-    from quantkit.cli.evaluate import evaluate
+    from quantkit.cli.evaluate_command import evaluate
 
     return CliRunner().invoke(evaluate, ["report", *map(str, arguments), *NO_NETWORKS])
 
 
 @pytest.mark.parametrize("quiet", [(), ("-q",)], ids=["told", "quiet"])
 def test_a_watched_report_tells_of_the_worst_pair(ran, pipeline_dir, tmp_path, quiet):
-    from quantkit.cli.evaluate import evaluate
+    from quantkit.cli.evaluate_command import evaluate
 
     given = (
         "report", pipeline_dir, ran[0] / "packed", "-o", tmp_path / "out", "--watch", "--count", 2,
@@ -306,7 +306,7 @@ def original_pipeline(path):
 
 
 def test_batch_size_does_not_change_the_noise(pipeline_dir):
-    from quantkit.eval.generation import generate, make_settings
+    from quantkit.eval.measuring.generation import generate, make_settings
 
     pipe = original_pipeline(pipeline_dir)
     made_by = {
@@ -374,7 +374,7 @@ def test_eval_report_refuses_what_makes_no_pictures(ran, pipeline_dir, prompt_fi
 
 def test_pictures_with_nan_name_pipeline_and_prompt(pipeline_dir):
     import torch
-    from quantkit.eval.generation import generate, make_settings
+    from quantkit.eval.measuring.generation import generate, make_settings
 
     pipe = original_pipeline(pipeline_dir)
     torch.nn.init.constant_(pipe.vae.decoder.conv_out.bias, float("nan"))
@@ -388,7 +388,7 @@ def test_pictures_with_nan_name_pipeline_and_prompt(pipeline_dir):
     [([], 1, "no prompts"), (["a", " "], 1, "prompt 1: empty"), (["a"], 0, "steps 0")],
 )
 def test_settings_that_make_no_pictures_are_refused(prompts, steps, wanted):
-    from quantkit.eval.generation import make_settings
+    from quantkit.eval.measuring.generation import make_settings
 
     with pytest.raises(InputError, match=wanted):
         make_settings(prompts, steps=steps, guidance=None, seed=0, batch=1)

@@ -41,7 +41,7 @@ def test_closed_streams_change_no_exit_code(pipeline_dir, tmp_path, command, str
 
 
 def test_umask_is_given_back():
-    from quantkit.cli.streams import closed_to_others
+    from quantkit.cli.standard_streams import closed_to_others
 
     before = os.umask(0)
     try:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quantkit.cli.doctor import doctor
-from quantkit.cli.kernels import kernels
+from quantkit.cli.doctor_command import doctor
+from quantkit.cli.kernels_command import kernels
 from quantkit.device import compilers
 from quantkit.device.aot.build import build
 from quantkit.device.aot.check import check_folder, required_instruction
@@ -32,7 +32,7 @@ from quantkit.errors import (
     KernelError,
     OutputError,
 )
-from quantkit.inference.layer_choices import op_of
+from quantkit.inference.layers.layer_choices import op_of
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
@@ -445,7 +445,7 @@ def test_doctor_names_tools_and_back_ends():
 
 def test_doctor_says_what_would_run_each_packed_layer(pipeline_dir, tmp_path):
     from quantkit.models.source import open_model
-    from quantkit.packing.pack import pack
+    from quantkit.packing.pack_model import pack
     from quantkit.progress import silent
     from quantkit.recipe.load import load_recipe
 

@@ -12,7 +12,7 @@ from quantkit.device.ops import call as execute
 from quantkit.device.ops.conv import integers, why_not
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.table import OPS
-from quantkit.numerics.windows import ConvShape, Windows
+from quantkit.numerics.conv_windows import ConvShape, Windows
 from tests.support.conv_cases import SAME, UNEVEN, conv_case, conv_shapes
 from tests.support.kernel_cases import (
     DTYPES,

@@ -18,7 +18,7 @@ from quantkit.device.ops.quantize import quantize_token
 from quantkit.device.ops.table import OPS, default_variants, find_op
 from quantkit.device.tiles import choose_tile, variants_for
 from quantkit.errors import KernelError, ShapeError
-from quantkit.numerics.attention import COLUMNS
+from quantkit.numerics.attention_factors import COLUMNS
 from quantkit.numerics.scales import decode
 from quantkit.resources import kernel_sources
 from tests.support.kernel_cases import need, operate

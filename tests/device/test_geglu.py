@@ -10,7 +10,7 @@ from quantkit.device.backends import Backend
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.products import FP8
 from quantkit.device.ops.table import OPS, name_for
-from quantkit.numerics.packing import pack_two_of_four
+from quantkit.numerics.packed_2to4 import pack_two_of_four
 from quantkit.numerics.scales import decode
 from tests.support.gated_cases import GatedCase, check_nearest, gate, gated_case
 from tests.support.kernel_cases import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quantkit.cli.doctor import doctor
+from quantkit.cli.doctor_command import doctor
 from quantkit.device import headline as module
 from quantkit.device.headline import headline
 from quantkit.errors import ModelError

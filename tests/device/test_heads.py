@@ -14,7 +14,7 @@ from quantkit.device.ops import call as execute
 from quantkit.device.ops.streams import ROTATIONS
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, QuantkitError, ShapeError
-from quantkit.numerics.attention import attention_codes, padded, score_factor, unit_factors
+from quantkit.numerics.attention_factors import attention_codes, padded, score_factor, unit_factors
 from tests.support.kernel_cases import need
 
 HEAD_SIZES = (8, 16, 24, 40, 64, 72, 104, 128, 160)

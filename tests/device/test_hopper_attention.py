@@ -17,7 +17,7 @@ from quantkit.device.hopper.gemm import SHARED_LIMIT
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.errors import KernelError
-from quantkit.numerics.attention import COLUMNS
+from quantkit.numerics.attention_factors import COLUMNS
 from quantkit.numerics.attention_limits import LARGEST_HEAD
 from tests.support.attention_cases import SIZES, Heads
 from tests.support.hopper_cases import compile_kernel, symbol

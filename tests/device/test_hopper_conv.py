@@ -30,12 +30,12 @@ from quantkit.device.hopper.tensormap import ITEM_BYTES
 from quantkit.device.ops.conv import why_not as why_not_on_the_host
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
+from quantkit.numerics.conv_windows import ConvShape, Windows
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scales import decode
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.numerics.windows import ConvShape, Windows
 from tests.support.hopper_cases import (
     UNITS,
     check_machine_code,

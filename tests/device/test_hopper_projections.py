@@ -17,7 +17,7 @@ from quantkit.device.hopper.projections import (
 )
 from quantkit.errors import KernelError
 from quantkit.numerics.formats import FORMATS
-from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
+from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES, unpack_two_of_four
 from tests.support.hopper_cases import check_machine_code, kernel_of, mode_of, symbol
 from tests.support.kernel_cases import operate
 

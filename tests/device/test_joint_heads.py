@@ -12,7 +12,7 @@ from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
-from quantkit.numerics.attention import padded
+from quantkit.numerics.attention_factors import padded
 from tests.support.kernel_cases import need
 
 OP = OPS["joint_heads"]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quantkit.cli.doctor import doctor
+from quantkit.cli.doctor_command import doctor
 from quantkit.device import cache, log
 from quantkit.device.archs import ARCHS, Toolchain, arch_of_device
 from quantkit.device.backends import Backend
@@ -31,7 +31,7 @@ from quantkit.device.ops.op import Variant
 from quantkit.device.ops.quantize import quantize_token
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError
-from quantkit.numerics.windows import ConvShape, Windows
+from quantkit.numerics.conv_windows import ConvShape, Windows
 from tests.support.conv_cases import SAME, STRIDED, conv_case
 from tests.support.gated_cases import gated_case
 from tests.support.kernel_cases import covering_variants, deviation, gemm_case, inputs_of, shapes_of

@@ -13,8 +13,8 @@ from quantkit.device.ops.op import all_variants
 from quantkit.device.ops.projections import OPS as ROWS
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.errors import KernelError, ShapeError
-from quantkit.numerics.attention import e4m3fn_codes, value_codes
-from quantkit.numerics.packing import pack_two_of_four
+from quantkit.numerics.attention_factors import e4m3fn_codes, value_codes
+from quantkit.numerics.packed_2to4 import pack_two_of_four
 from tests.support.kernel_cases import launch, need
 
 #: pictures, tokens, heads, columns of a head: tails of both tiles, pictures that end within a run

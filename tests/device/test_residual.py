@@ -17,7 +17,7 @@ from quantkit.device.hopper.gemm import TILES, Family, HopperKernel, Residual, S
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
-from quantkit.numerics.windows import ConvShape, Windows
+from quantkit.numerics.conv_windows import ConvShape, Windows
 from tests.support.conv_cases import SAME, STRIDED
 from tests.support.hopper_cases import check_machine_code, codes, kernel_of, symbol, weights
 from tests.support.kernel_cases import DTYPES, launch, need, operate

@@ -16,7 +16,7 @@ from quantkit.device.log import record
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.attention import OPS
 from quantkit.device.ops.op import all_variants
-from quantkit.numerics.attention import KEYS, cut_to_float16, in_float16
+from quantkit.numerics.attention_factors import KEYS, cut_to_float16, in_float16
 from quantkit.numerics.scales import decode
 from tests.support.attention_cases import SIZES, Heads
 from tests.support.kernel_cases import need

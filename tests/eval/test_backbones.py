@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from quantkit.eval import backbones as backbones_module
-from quantkit.eval.backbones import Backbones, load_backbones, load_clip, load_lpips
-from quantkit.eval.demo.world.alexnet import perceptual_distance, save_feature_network
+from quantkit.eval.measuring import backbones as backbones_module
+from quantkit.eval.measuring.backbones import Backbones, load_backbones, load_clip, load_lpips
+from quantkit.eval.world.alexnet import perceptual_distance, save_feature_network
 
 from quantkit.errors import ModelError, ShapeError
 from tests.support.pictures import CPU, pixels, small_lpips, small_network

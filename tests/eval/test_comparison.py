@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from quantkit.eval.backbones import Backbones, ClipBackbone
-from quantkit.eval.comparison import _summarize_loss, compare, join
-from quantkit.eval.images import Pairs
-from quantkit.eval.statistics import summarize
+from quantkit.eval.measuring.backbones import Backbones, ClipBackbone
+from quantkit.eval.measuring.comparison import _summarize_loss, compare, join
+from quantkit.eval.measuring.pictures import Pairs
+from quantkit.eval.measuring.sample_statistics import summarize
 
 from quantkit.errors import InputError
 from tests.support.pictures import fake_clip, made_pairs, small_lpips

@@ -9,9 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from quantkit.eval.backbones import Backbones, load_clip
-from quantkit.eval.comparison import Comparison, Score, compare
-from quantkit.eval.composition import (
+from quantkit.eval.judging.gates import Compression, Limits, State, judge
+from quantkit.eval.measuring.backbones import Backbones, load_clip
+from quantkit.eval.measuring.comparison import Comparison, Score, compare
+from quantkit.eval.measuring.composition import (
     DISSIMILARITY,
     DISTANCE,
     MATCH,
@@ -20,14 +21,13 @@ from quantkit.eval.composition import (
     find_bounds,
     sort_pictures,
 )
-from quantkit.eval.demo.world.layout import lay_out
-from quantkit.eval.demo.world.render import render
-from quantkit.eval.demo.world.scenes import captions, draw_distinct_scenes
-from quantkit.eval.gates import Compression, Limits, State, judge
-from quantkit.eval.images import Pairs
-from quantkit.eval.metrics import METRICS
-from quantkit.eval.resemblance import LEAST_OTHERS, Resemblance
-from quantkit.eval.statistics import summarize
+from quantkit.eval.measuring.metrics import METRICS
+from quantkit.eval.measuring.pictures import Pairs
+from quantkit.eval.measuring.resemblance import LEAST_OTHERS, Resemblance
+from quantkit.eval.measuring.sample_statistics import summarize
+from quantkit.eval.world.render import render
+from quantkit.eval.world.scene_layout import lay_out
+from quantkit.eval.world.scenes import captions, draw_distinct_scenes
 
 from quantkit.resources import demo_assets
 from tests.support.pictures import CPU, fake_clip, made_pairs, noisy

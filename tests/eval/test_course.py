@@ -4,10 +4,10 @@ import re
 
 import numpy as np
 import pytest
-from quantkit.eval.course import CourseFacts, CoursePage
+from quantkit.eval.pages.course import CourseFacts, CoursePage
 
+from quantkit.recovery.distill.distillation import Look
 from quantkit.recovery.distill.early_stopping import TrainingProgress, ValidationScore
-from quantkit.recovery.distill.recover import Look
 from quantkit.recovery.distill.validation import compare_pictures
 from tests.support.reports import NASTY
 

@@ -13,13 +13,13 @@ import torch
 from click.testing import CliRunner
 from quantkit.eval.demo import commands as demo_commands
 from quantkit.eval.demo.commands import FULL, RECIPES, SHORT, DemoPlan
-from quantkit.eval.demo.run import CAPTION_SEED, KIND, describe_attention, describe_kernels
-from quantkit.eval.demo.world.scenes import captions, draw_scenes
+from quantkit.eval.demo.demo_run import CAPTION_SEED, KIND, describe_attention, describe_kernels
+from quantkit.eval.world.scenes import captions, draw_scenes
 
 from quantkit.cli import quantkit
-from quantkit.cli.demo import demo
+from quantkit.cli.demo_command import demo
 from quantkit.errors import OutputError, PromptError
-from quantkit.recipe.attention import AttentionRecipe
+from quantkit.recipe.attention_recipe import AttentionRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe
 from quantkit.storage.files import claimed_directory
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def assets(pipeline_dir, tmp_path_factory):
     """A folder like eval/assets: pipeline, clip, alexnet, prompts.txt; random weights."""
-    from quantkit.eval.demo.world.alexnet import FeatureNetwork, save_feature_network
+    from quantkit.eval.world.alexnet import FeatureNetwork, save_feature_network
 
     from tests.support.tiny_clip import tiny_clip
 
@@ -48,7 +48,7 @@ def assets(pipeline_dir, tmp_path_factory):
 
 @pytest.fixture
 def small_demo(assets, monkeypatch):
-    monkeypatch.setattr("quantkit.eval.demo.run.demo_assets", lambda: assets)
+    monkeypatch.setattr("quantkit.eval.demo.demo_run.demo_assets", lambda: assets)
     monkeypatch.setattr("quantkit.resources.demo_assets", lambda: assets)
     # As many steps as the recipe has timestep buckets.
     quick: dict[str, Any] = {"captions": 4, "count": 2, "steps": 10, "batch": 2}

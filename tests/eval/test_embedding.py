@@ -6,8 +6,8 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
-from quantkit.eval.embedding import LIST_SIDE, QUALITIES, preview, store_pictures
-from quantkit.eval.images import GAIN, Pairs, amplified_difference
+from quantkit.eval.measuring.embedding import LIST_SIDE, QUALITIES, preview, store_pictures
+from quantkit.eval.measuring.pictures import GAIN, Pairs, amplified_difference
 
 SIDE = LIST_SIDE + 16
 

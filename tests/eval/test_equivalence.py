@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quantkit.eval import equivalence
-from quantkit.eval.equivalence import (
+from quantkit.eval.measuring import equivalence
+from quantkit.eval.measuring.equivalence import (
     ALPHA,
     MOST_PROMPTS,
     POWER,

@@ -4,11 +4,11 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from quantkit.eval.backbones import Backbones
-from quantkit.eval.comparison import compare
-from quantkit.eval.images import Pairs, match_folders
+from quantkit.eval.measuring.backbones import Backbones
+from quantkit.eval.measuring.comparison import compare
+from quantkit.eval.measuring.pictures import Pairs, match_folders
 
-from quantkit.cli.evaluate import evaluate
+from quantkit.cli.evaluate_command import evaluate
 from quantkit.errors import InputError, OutputError
 from tests.support.pictures import made_pairs, pixels, write_folders
 

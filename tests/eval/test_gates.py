@@ -5,15 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from quantkit.eval.backbones import Backbones
-from quantkit.eval.comparison import Comparison, Score, compare
-from quantkit.eval.equivalence import (
-    ALPHA,
-    compare_with_zero,
-    correct_holm,
-    prompts_to_decide,
-)
-from quantkit.eval.gates import (
+from quantkit.eval.judging.gates import (
     Compression,
     Limits,
     State,
@@ -22,8 +14,16 @@ from quantkit.eval.gates import (
     passed,
     state_of,
 )
-from quantkit.eval.metrics import METRICS
-from quantkit.eval.statistics import Interval, summarize
+from quantkit.eval.measuring.backbones import Backbones
+from quantkit.eval.measuring.comparison import Comparison, Score, compare
+from quantkit.eval.measuring.equivalence import (
+    ALPHA,
+    compare_with_zero,
+    correct_holm,
+    prompts_to_decide,
+)
+from quantkit.eval.measuring.metrics import METRICS
+from quantkit.eval.measuring.sample_statistics import Interval, summarize
 from scipy import stats
 
 from quantkit.numerics.formats import E4M3FN
@@ -221,7 +221,7 @@ def test_a_p_value_at_the_level_decides(limit, p, decided, monkeypatch):
     level = getattr(judged(values, limit=limit), p)
     assert 0.0 < level < ALPHA
     for alpha, state in ((level, decided), (0.999 * level, State.UNDECIDED)):
-        monkeypatch.setattr("quantkit.eval.gates.ALPHA", alpha)
+        monkeypatch.setattr("quantkit.eval.judging.gates.ALPHA", alpha)
         assert judged(values, limit=limit).state is state
 
 

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
-from quantkit.eval.images import (
+from quantkit.eval.measuring.pictures import (
     amplified_difference,
     match_folders,
     read_image,

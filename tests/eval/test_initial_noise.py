@@ -3,7 +3,7 @@
 import pytest
 import torch
 from diffusers import EulerAncestralDiscreteScheduler
-from quantkit.eval.initial_noise import one_noise
+from quantkit.eval.measuring.initial_noise import one_noise
 
 
 class Pipe:

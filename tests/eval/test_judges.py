@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quantkit.eval import judges
-from quantkit.eval.backbones import Backbones
-from quantkit.eval.comparison import compare
-from quantkit.eval.images import Pairs
-from quantkit.eval.judges import (
+from quantkit.eval.judging.serialize import comparison_json
+from quantkit.eval.measuring import judges
+from quantkit.eval.measuring.backbones import Backbones
+from quantkit.eval.measuring.comparison import compare
+from quantkit.eval.measuring.judges import (
     JUDGES,
     LEAST_OF_A_SET,
     Judge,
@@ -20,7 +20,7 @@ from quantkit.eval.judges import (
     give_judgement,
     load_judges,
 )
-from quantkit.eval.serialize import comparison_json
+from quantkit.eval.measuring.pictures import Pairs
 
 from quantkit.errors import InputError, ModelError, NonFiniteError
 from tests.support.pictures import CPU, made_pairs, noisy, pixels
@@ -157,8 +157,8 @@ def test_judgements_are_measured_once_and_written(monkeypatch):
 
 
 def test_judgements_stand_on_the_page_beside_the_noise_floors(tmp_path):
-    from quantkit.eval.noise_floor import measure_gaps
-    from quantkit.eval.report import write_report
+    from quantkit.eval.judging.noise_floor import measure_gaps
+    from quantkit.eval.pages.report import write_report
 
     from tests.support.reports import made, made_floors, made_report
 

@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
-from quantkit.eval.live import open_live, unwatched
-from quantkit.eval.report import KIND, write_report
+from quantkit.eval.pages.live import open_live, unwatched
+from quantkit.eval.pages.report import KIND, write_report
 
 from quantkit.errors import InputError, OutputError
 from quantkit.progress import silent

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 from click.testing import CliRunner
-from quantkit.eval.methods import COLUMNS, cells, name_methods
+from quantkit.eval.pages.methods_table import COLUMNS, cells, name_methods
 from safetensors.torch import load_file, save_file
 
-from quantkit.cli.evaluate import evaluate
+from quantkit.cli.evaluate_command import evaluate
 from quantkit.errors import CheckpointError, InputError, ModelError, OutputError
 
 QUICK = ("--without", "lpips", "--without", "clip", "--quiet", "--count", "2", "--steps", "2")
@@ -23,7 +23,7 @@ def run(command, *arguments):
 def packed(pipeline_dir, tmp_path_factory):
     """FP8 per token, and the same with 4:2 by magnitude in every layer."""
     from quantkit.models.source import open_model
-    from quantkit.packing.pack import pack
+    from quantkit.packing.pack_model import pack
     from quantkit.progress import silent
     from quantkit.recipe.load import load_recipe
 
@@ -143,8 +143,8 @@ def test_names_tell_directories_apart(tmp_path):
 
 
 def test_no_change_of_the_clip_score_has_no_minus():
-    from quantkit.eval.methods import _clip_change
-    from quantkit.eval.statistics import summarize
+    from quantkit.eval.measuring.sample_statistics import summarize
+    from quantkit.eval.pages.methods_table import _clip_change
 
     none = summarize([0.0, 0.0])
     assert _clip_change(none, none) == "+0 [+0, +0] %"
@@ -153,7 +153,7 @@ def test_no_change_of_the_clip_score_has_no_minus():
 
 
 def test_a_row_without_networks_has_dashes(compared, packed):
-    from quantkit.eval.methods import Method
+    from quantkit.eval.pages.methods_table import Method
 
     from tests.support.reports import made, made_report
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from quantkit.eval.backbones import Backbones
-from quantkit.eval.metrics import METRICS, Better
+from quantkit.eval.measuring.backbones import Backbones
+from quantkit.eval.measuring.metrics import METRICS, Better
 
 from quantkit.errors import ShapeError
 from tests.support.pictures import PAIR_METRICS, SMALL, noisy, pixels

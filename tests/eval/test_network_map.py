@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from quantkit.eval.network_map import block_of, map_network, worst_layers
+from quantkit.eval.pages.network_map import block_of, map_network, worst_layers
 
 from tests.support.reports import layer
 

@@ -4,11 +4,17 @@ import shlex
 from dataclasses import replace
 
 import pytest
-from quantkit.eval.gates import Limits, State
-from quantkit.eval.next_step import FLATTEST, Treated, find_next_steps, fit_power, with_count
-from quantkit.eval.noise_floor import Floor, FloorGap
-from quantkit.eval.result import Timesteps
-from quantkit.eval.step_errors import StepErrors
+from quantkit.eval.judging.evaluation_result import Timesteps
+from quantkit.eval.judging.gates import Limits, State
+from quantkit.eval.judging.next_step import (
+    FLATTEST,
+    Treated,
+    find_next_steps,
+    fit_power,
+    with_count,
+)
+from quantkit.eval.judging.noise_floor import Floor, FloorGap
+from quantkit.eval.measuring.step_errors import StepErrors
 
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
@@ -83,7 +89,7 @@ def test_the_command_gives_the_recipe_that_was_told(tmp_path):
 
     from quantkit.cli import quantkit
     from quantkit.recipe.load import load_recipe
-    from quantkit.sensitivity.result import save_sensitivity
+    from quantkit.sensitivity.sensitivity_file import save_sensitivity
 
     sensitivity = bad_layers()
     save_sensitivity(sensitivity, tmp_path / "sensitivity.json", force=False)

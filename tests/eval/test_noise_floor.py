@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from quantkit.eval.noise_floor import Floor, measure_gaps
+from quantkit.eval.judging.noise_floor import Floor, measure_gaps
 from scipy import stats
 
 from tests.support.comparisons import comparison, holm_by_closure

@@ -7,12 +7,12 @@ from urllib.parse import unquote, urlparse
 
 import numpy as np
 import pytest
-from quantkit.eval import live
-from quantkit.eval.backbones import Backbones
-from quantkit.eval.comparison import compare
-from quantkit.eval.images import amplified_difference
-from quantkit.eval.metrics import Better
-from quantkit.eval.report import write_report
+from quantkit.eval.measuring.backbones import Backbones
+from quantkit.eval.measuring.comparison import compare
+from quantkit.eval.measuring.metrics import Better
+from quantkit.eval.measuring.pictures import amplified_difference
+from quantkit.eval.pages import live
+from quantkit.eval.pages.report import write_report
 
 from tests.support.browser import LARGE, launched, live_facts, shown, write_pages
 from tests.support.reports import made, made_report

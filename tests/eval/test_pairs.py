@@ -1,8 +1,8 @@
 """Which pairs stand first, and what a page knows of each."""
 
 import pytest
-from quantkit.eval.embedding import Pictures
-from quantkit.eval.pairs import PairView, choose_first, sort_keys
+from quantkit.eval.measuring.embedding import Pictures
+from quantkit.eval.measuring.pairs import PairView, choose_first, sort_keys
 
 from tests.support.reports import made, made_report
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
-from quantkit.eval.evaluation import Pair, common_dtype, open_pair
-from quantkit.eval.quantized_pipeline import computing
+from quantkit.eval.judging.evaluation import Pair, common_dtype, open_pair
+from quantkit.eval.judging.quantized_pipeline import computing
 from safetensors.torch import load_file, save_file
 
-from quantkit.cli.evaluate import evaluate
-from quantkit.cli.pack import pack as pack_command
+from quantkit.cli.evaluate_command import evaluate
+from quantkit.cli.pack_command import pack as pack_command
 from quantkit.errors import ModelError, QuantkitError
 from quantkit.models import quantizers
 from quantkit.models.quantizers import QUANTIZERS, settings_of

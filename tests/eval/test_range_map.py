@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quantkit.eval.range_map import map_ranges
+from quantkit.eval.measuring.range_map import map_ranges
 
-from quantkit.calibration.statistics import Calibration
+from quantkit.calibration.statistics.layer_statistics import Calibration
 from tests.support.artefacts import statistics as layer_statistics
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from quantkit.eval.backbones import Backbones
-from quantkit.eval.comparison import compare
-from quantkit.eval.embedding import Pictures
-from quantkit.eval.gates import Limits
-from quantkit.eval.images import match_folders, read_image
-from quantkit.eval.number_format import show, show_difference, show_interval, show_mean
-from quantkit.eval.rendering import code_span, escape_markdown
-from quantkit.eval.report import MARKDOWN_COUNT, write_report
-from quantkit.eval.result import SCHEMA_VERSION, Kernels, QuantizedBy, Timesteps
-from quantkit.eval.sentences import gate_remark, headline, kernel_sentence, lead
-from quantkit.eval.statistics import Interval, summarize
+from quantkit.eval.judging.evaluation_result import SCHEMA_VERSION, Kernels, QuantizedBy, Timesteps
+from quantkit.eval.judging.gates import Limits
+from quantkit.eval.measuring.backbones import Backbones
+from quantkit.eval.measuring.comparison import compare
+from quantkit.eval.measuring.embedding import Pictures
+from quantkit.eval.measuring.number_format import show, show_difference, show_interval, show_mean
+from quantkit.eval.measuring.pictures import match_folders, read_image
+from quantkit.eval.measuring.sample_statistics import Interval, summarize
+from quantkit.eval.pages.rendering import code_span, escape_markdown
+from quantkit.eval.pages.report import MARKDOWN_COUNT, write_report
+from quantkit.eval.pages.sentences import gate_remark, headline, kernel_sentence, lead
 
 from quantkit.errors import OutputError
 from tests.support.reports import NASTY, STEPS, layer, made, made_report
@@ -224,7 +224,7 @@ def test_a_report_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
         raise RuntimeError("no plots today")
 
     pairs = made()
-    monkeypatch.setattr("quantkit.eval.report.plot_layer_errors", fail)
+    monkeypatch.setattr("quantkit.eval.pages.report.plot_layer_errors", fail)
     with pytest.raises(RuntimeError, match="no plots today"):
         write_report(made_report(pairs), pairs, tmp_path / "report", force=False)
     assert list(tmp_path.iterdir()) == []
@@ -401,7 +401,7 @@ def test_every_html_template_is_escaped():
             tree = environment.parse(loader.get_source(environment, name)[0])
             safe += [(name, f.node) for f in tree.find_all(nodes.Filter) if f.name == "safe"]
             assert not list(tree.find_all(nodes.ScopedEvalContextModifier))
-    # Drawn by quantkit.eval.plots, whose text matplotlib escapes.
+    # Drawn by quantkit.eval.pages.plots, whose text matplotlib escapes.
     assert [(name, getattr(node, "attr", None)) for name, node in safe] == [
         ("macros.html.j2", "svg")
     ]

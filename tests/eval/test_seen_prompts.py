@@ -3,7 +3,7 @@
 import hashlib
 
 import pytest
-from quantkit.eval.seen_prompts import count_seen, find_calibrated
+from quantkit.eval.measuring.seen_prompts import count_seen, find_calibrated
 
 PROMPTS = tuple(f"prompt {i}" for i in range(8))
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from quantkit.eval.statistics import (
+from quantkit.eval.measuring.sample_statistics import (
     Interval,
     bootstrap_loss,
     bootstrap_mean,

@@ -5,9 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from quantkit.eval.backbones import Backbones
-from quantkit.eval.generation import GenerationSettings, choose_prompts, generate
-from quantkit.eval.noise_floor import (
+from quantkit.eval.judging.noise_floor import (
     OTHER_DTYPE,
     Original,
     measure_floors,
@@ -15,7 +13,9 @@ from quantkit.eval.noise_floor import (
     other_batch,
     wide_products,
 )
-from quantkit.eval.step_errors import (
+from quantkit.eval.measuring.backbones import Backbones
+from quantkit.eval.measuring.generation import GenerationSettings, choose_prompts, generate
+from quantkit.eval.measuring.step_errors import (
     Divergence,
     LocalErrors,
     StepErrors,

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from quantkit.eval.result import KernelCalls, Kernels, QuantizedBy
-from quantkit.eval.tiles import comparison_tiles, report_tiles
+from quantkit.eval.judging.evaluation_result import KernelCalls, Kernels, QuantizedBy
+from quantkit.eval.pages.tiles import comparison_tiles, report_tiles
 
 from tests.support.reports import made, made_report
 

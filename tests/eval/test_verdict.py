@@ -4,13 +4,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from quantkit.eval.composition import Kind, PictureKinds, find_bounds, sort_pictures
-from quantkit.eval.equivalence import ALPHA, Equivalence
-from quantkit.eval.gates import Compression, Gate, Limits, judge
-from quantkit.eval.metrics import Better
-from quantkit.eval.noise_floor import Floor, FloorGap, GapTest, measure_gaps
-from quantkit.eval.statistics import summarize
-from quantkit.eval.verdict import (
+from quantkit.eval.judging.gates import Compression, Gate, Limits, judge
+from quantkit.eval.judging.noise_floor import Floor, FloorGap, GapTest, measure_gaps
+from quantkit.eval.judging.verdict import (
     Standing,
     describe_clip,
     describe_floor,
@@ -22,6 +18,10 @@ from quantkit.eval.verdict import (
     standing_to,
     write_verdict,
 )
+from quantkit.eval.measuring.composition import Kind, PictureKinds, find_bounds, sort_pictures
+from quantkit.eval.measuring.equivalence import ALPHA, Equivalence
+from quantkit.eval.measuring.metrics import Better
+from quantkit.eval.measuring.sample_statistics import summarize
 
 from tests.support.comparisons import clip_scores, comparison
 

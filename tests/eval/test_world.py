@@ -8,16 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from quantkit.eval.demo.world import scenes as world
-from quantkit.eval.demo.world import (
-    sheet,
-    tokens,
-    train_clip,
-    train_common,
-    train_samples,
-    train_unet,
-)
-from quantkit.eval.demo.world.alexnet import (
+from quantkit.eval.world import scenes as world
+from quantkit.eval.world import tokens
+from quantkit.eval.world.alexnet import (
     STAGES,
     FeatureNetwork,
     load_feature_network,
@@ -25,11 +18,18 @@ from quantkit.eval.demo.world.alexnet import (
     save_feature_network,
     tap_distances,
 )
-from quantkit.eval.demo.world.layout import SIDE, lay_out
-from quantkit.eval.demo.world.render import draw_pictures, render
-from quantkit.eval.demo.world.shapes import SHAPES, signed_distance
-from quantkit.eval.demo.world.train import main as run_training
-from quantkit.eval.demo.world.train_vae import psnr
+from quantkit.eval.world.outlines import SHAPES, signed_distance
+from quantkit.eval.world.render import draw_pictures, render
+from quantkit.eval.world.scene_layout import SIDE, lay_out
+from quantkit.eval.world.training import (
+    sheet,
+    train_clip,
+    train_common,
+    train_samples,
+    train_unet,
+)
+from quantkit.eval.world.training.train import main as run_training
+from quantkit.eval.world.training.train_vae import psnr
 from torch import Generator, nn
 
 from quantkit.errors import ModelError

@@ -76,7 +76,7 @@ def import_all() -> None:
     from diffusers.utils import logging as diffusers_logging
 
     from quantkit import load_pipeline
-    from quantkit.packing import pack as pipeline
+    from quantkit.packing import pack_model as pipeline
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ _STREAMS = ((0, "stdin"), (1, "stdout"), (2, "stderr"))
 @click.argument("path", type=click.Path(path_type=Path))
 def _read_baseline(path: Path) -> None:
     """Read a baseline; 'kernels bench --compare' would measure, too."""
-    from quantkit.bench.result import load_baseline
+    from quantkit.bench.kernels.kernel_figures import load_baseline
 
     load_baseline(path)
 
@@ -30,7 +30,7 @@ def _read_baseline(path: Path) -> None:
 @click.argument("path")
 def _read_shapes(path: str) -> None:
     """Read a file of shapes; 'kernels bench --shapes' would measure, too."""
-    from quantkit.bench.shapes import find_shapes
+    from quantkit.bench.kernels.kernel_shapes import find_shapes
 
     find_shapes(path)
 

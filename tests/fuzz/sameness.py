@@ -45,7 +45,7 @@ def _config(component: Any) -> Any:
 
 
 def _layers(model: Any) -> list[str]:
-    from quantkit.inference.layers import iterate_packed
+    from quantkit.inference.layers.layer_summary import iterate_packed
 
     return [f"{name} {layer.scheme!r}" for _, name, layer in iterate_packed(model)]
 

@@ -171,7 +171,7 @@ def _write_measured(root: Path) -> None:
         "shape": {"m": 16, "n": 32, "k": 64},
         "timing": {"p50_us": 12.5},
     }
-    from quantkit.bench.result import SCHEMA, VERSION
+    from quantkit.bench.kernels.kernel_figures import SCHEMA, VERSION
 
     baseline = {
         "schema": SCHEMA,

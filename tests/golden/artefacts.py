@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibration.statistics import Calibration
+from quantkit.calibration.statistics.layer_statistics import Calibration
 from quantkit.errors import InputError
 from quantkit.models.families import find_family
 from quantkit.models.general_family import GENERAL
@@ -146,7 +146,7 @@ def _of_recipe(made: Made, model: str, generic: str, recipe: Recipe) -> Iterator
 
 
 def _optimized(made: Made, model: str, recipe: Recipe) -> tuple[Recipe, str]:
-    from quantkit.calibration.statistics import save_calibration
+    from quantkit.calibration.statistics.layer_statistics import save_calibration
     from quantkit.workflow.optimize import optimize
     from quantkit.workflow.sensitivity import measure_sensitivity
 
@@ -209,7 +209,7 @@ def _pipelines(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _sampled() -> dict[str, Any]:
-    from quantkit.workflow.inputs import Sampling
+    from quantkit.workflow.arguments import Sampling
 
     few = Sampling(count=len(_PROMPTS), steps=3, batch=2)
     return {"prompts": _PROMPTS, "sampling": few, "device": "cpu"}

@@ -14,14 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from quantkit.calibration.attention_statistics import AttentionStatistics
-from quantkit.calibration.held_out_rows import HeldRows
-from quantkit.calibration.hessian import HessianIndex, create_hessians
-from quantkit.calibration.moments import Moments
-from quantkit.calibration.sampling import SAMPLE_ROWS
-from quantkit.calibration.statistics import Calibration, CalibrationProvenance, LayerStatistics
+from quantkit.calibration.moments.held_out_rows import HeldRows
+from quantkit.calibration.moments.moment_files import HessianIndex, create_hessians
+from quantkit.calibration.moments.moments import Moments
+from quantkit.calibration.statistics.attention_statistics import AttentionStatistics
+from quantkit.calibration.statistics.layer_statistics import (
+    Calibration,
+    CalibrationProvenance,
+    LayerStatistics,
+)
+from quantkit.calibration.statistics.sampling import SAMPLE_ROWS
 from quantkit.models.building import read_skeleton
-from quantkit.models.layers import Layer, list_layers
+from quantkit.models.component_layers import Layer, list_layers
 from quantkit.models.source import Component, open_model
 from quantkit.models.source_tensors import source_tensors
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.inference import feed_forward
-from quantkit.inference.codes import Codes
-from quantkit.inference.dequantizing import as_dense
-from quantkit.inference.layers import iterate_packed
-from quantkit.inference.packed_layer import PackedLayer
+from quantkit.inference.blocks import feed_forward
+from quantkit.inference.layers.codes import Codes
+from quantkit.inference.layers.layer_summary import iterate_packed
+from quantkit.inference.layers.packed_layer import PackedLayer
+from quantkit.inference.loading.dequantizing import as_dense
 from quantkit.numerics.formats import INT4
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR

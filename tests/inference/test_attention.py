@@ -15,8 +15,8 @@ from quantkit.checkpoint.verification import verify
 from quantkit.device import choosing, compilers, log
 from quantkit.device.archs import ARCHS
 from quantkit.errors import CheckpointError, InputError, RecipeError
-from quantkit.inference.attention_call import AttentionSettings
-from quantkit.models.attention import PROCESSORS
+from quantkit.inference.attention.attention_call import AttentionSettings
+from quantkit.models.attention_modules import PROCESSORS
 from quantkit.progress import silent
 from quantkit.recipe.load import parse_recipe
 from tests.support.denoiser_classes import ROWS

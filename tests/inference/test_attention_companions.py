@@ -14,7 +14,7 @@ import torch
 
 import quantkit
 from quantkit.device import compilers, log
-from quantkit.models.attention import attention_modules
+from quantkit.models.attention_modules import attention_modules
 from quantkit.recipe.load import parse_recipe
 from tests.inference.test_companions import drawn, load_ip_adapter
 from tests.support.answers import step

@@ -8,8 +8,9 @@ from torch import nn
 
 import quantkit
 from quantkit.device import compilers, log
-from quantkit.inference import attention_ends, normed_blocks, residuals
-from quantkit.models.attention import attention_modules
+from quantkit.inference.attention import attention_ends
+from quantkit.inference.blocks import normed_blocks, residuals
+from quantkit.models.attention_modules import attention_modules
 from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR

@@ -17,9 +17,9 @@ from torch import nn
 import quantkit
 from quantkit.checkpoint.filelist import FILE_LIST
 from quantkit.errors import InputError
-from quantkit.inference.codes import Codes
-from quantkit.inference.layers import iterate_packed
-from quantkit.inference.packed_layer import CODES, PackedLayer
+from quantkit.inference.layers.codes import Codes
+from quantkit.inference.layers.layer_summary import iterate_packed
+from quantkit.inference.layers.packed_layer import CODES, PackedLayer
 from tests.inference.test_inference import SCHEMES
 from tests.support.answers import answer, step
 from tests.support.loading import (

@@ -7,7 +7,7 @@ import torch
 
 from quantkit.checkpoint.schemes import parse_scheme, scheme_to_json
 from quantkit.errors import CheckpointError
-from quantkit.inference.buckets import TimestepBuckets
+from quantkit.inference.layers.timestep_buckets import TimestepBuckets
 from quantkit.models.timestep import bucket_of
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel

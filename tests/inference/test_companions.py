@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.inference.layers import iterate_packed
+from quantkit.inference.layers.layer_summary import iterate_packed
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme

@@ -131,7 +131,7 @@ def test_a_model_of_other_shapes_is_refused(broken):
 
 
 def test_quantizing_while_loading_is_refused(pipeline_dir, packed_dir):
-    from quantkit.inference.diffusers_loading import QuantkitConfig
+    from quantkit.inference.loading.diffusers_loading import QuantkitConfig
 
     config = json.loads((packed_dir / "unet" / "config.json").read_text())["quantization_config"]
     with pytest.raises(InputError, match="run 'quantkit pack'"):

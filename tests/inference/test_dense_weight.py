@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from quantkit.errors import InputError
-from quantkit.inference.codes import Codes
-from quantkit.inference.dequantizing import as_dense
+from quantkit.inference.layers.codes import Codes
+from quantkit.inference.loading.dequantizing import as_dense
 from tests.inference.test_inference import SCHEMES
 from tests.support.packed import packed_module
 

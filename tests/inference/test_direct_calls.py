@@ -15,8 +15,8 @@ from quantkit.device.backends import Backend, fast_sums, use
 from quantkit.device.gpu.calls import Call
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
-from quantkit.inference import direct_calls, modules, packed_layer
-from quantkit.inference.buckets import TimestepBuckets
+from quantkit.inference.layers import launch_cache, modules, packed_layer
+from quantkit.inference.layers.timestep_buckets import TimestepBuckets
 from quantkit.numerics.formats import E4M3FN, INT4, INT8
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
@@ -96,7 +96,7 @@ def made(monkeypatch, keeper):
         outputs = OPS[op].outputs(operands, options)
         return _Call(device, _Launch(names, op, operands, options), outputs)
 
-    monkeypatch.setattr(direct_calls, "_has_kernels", lambda _: True)
+    monkeypatch.setattr(launch_cache, "_has_kernels", lambda _: True)
     for module in (modules, packed_layer):
         monkeypatch.setattr(module, "prepared", prepared)
     return names
@@ -257,9 +257,9 @@ def test_what_is_looked_at_is_asked_for(made):
             layer(x)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             layer(x)
-        assert direct_calls.key_of(x) is not None
+        assert launch_cache.key_of(x) is not None
         with FakeTensorMode() as fakes:
-            assert direct_calls.key_of(fakes.from_tensor(x)) is None
+            assert launch_cache.key_of(fakes.from_tensor(x)) is None
     assert made == []
 
 
@@ -384,7 +384,7 @@ def test_a_gpu_gives_the_same_bits_and_counts_the_same(name):
     layer = layer_of(SCHEMES[name]).cuda().half()
     inputs = [torch.randn(3, 5, 32, device="cuda").half() for _ in range(4)]
     layer(inputs[0])
-    layer.direct = direct_calls.DirectCalls()
+    layer.direct = launch_cache.DirectCalls()
     with log.record() as wanted:
         first = layer(inputs[0])
     with log.record() as found:

@@ -11,9 +11,9 @@ from torch import nn
 import quantkit
 from quantkit.checkpoint.reader import open_packed
 from quantkit.device.backends import Backend, use
-from quantkit.inference.dtypes import _cast
-from quantkit.inference.layers import iterate_packed
-from quantkit.inference.loading import stored_dtypes
+from quantkit.inference.layers.layer_summary import iterate_packed
+from quantkit.inference.loading.pipeline_dtype import _cast
+from quantkit.inference.loading.pipeline_loading import stored_dtypes
 from quantkit.pipelines import compute_dtype
 from quantkit.pipelines.running import choose_dtype
 from quantkit.recipe.load import parse_recipe

@@ -11,13 +11,14 @@ from torch import nn
 from quantkit.device import log
 from quantkit.device.backends import fast_sums
 from quantkit.errors import KernelError, ShapeError
-from quantkit.inference import activation_codes, feed_forward, one_pass
-from quantkit.inference.feed_forward import (
+from quantkit.inference.blocks import activation_codes, feed_forward
+from quantkit.inference.blocks.feed_forward import (
     ActivatedFeedForward,
     GatedFeedForward,
     install,
     uninstall,
 )
+from quantkit.inference.layers import fused_op
 from quantkit.numerics.formats import E4M3FN, E5M2, INT8
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
@@ -143,7 +144,7 @@ def test_a_cpu_has_no_kernel_for_it():
     install(model)
     _, called = operators(lambda: model(torch.randn(3, 32)))
     assert "geglu_fp8" not in called
-    assert not one_pass.has_kernel("geglu_fp8", "cpu", 32)
+    assert not fused_op.has_kernel("geglu_fp8", "cpu", 32)
 
 
 @torch.no_grad()

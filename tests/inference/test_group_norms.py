@@ -10,9 +10,9 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
 from quantkit.device import compilers, log
-from quantkit.inference import group_norms, picture_norms
-from quantkit.inference.coded_transformer import CodedTransformer2DModel
-from quantkit.inference.group_norms import CodedResnetBlock, install
+from quantkit.inference.blocks import group_norms, picture_norms
+from quantkit.inference.blocks.coded_transformer import CodedTransformer2DModel
+from quantkit.inference.blocks.group_norms import CodedResnetBlock, install
 from tests.support.kernel_cases import need
 from tests.support.packed import packed_module
 from tests.support.picture_schemes import APART, CODED, PLAIN

@@ -18,11 +18,11 @@ from quantkit.device import log
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
 from quantkit.errors import CheckpointError, InputError, ShapeError
-from quantkit.inference import buckets
-from quantkit.inference.codes import Codes
-from quantkit.inference.deviation import watch
-from quantkit.inference.loading import packed_layers
-from quantkit.inference.modules import pack_module
+from quantkit.inference.layers import timestep_buckets
+from quantkit.inference.layers.codes import Codes
+from quantkit.inference.layers.deviation import watch
+from quantkit.inference.layers.modules import pack_module
+from quantkit.inference.loading.pipeline_loading import packed_layers
 from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8, Q4_0, Q8_0
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
@@ -268,7 +268,7 @@ class Denoiser(nn.Module):
 
     def __init__(self, *edges):
         super().__init__()
-        self.shared = buckets.install(self, set(edges))
+        self.shared = timestep_buckets.install(self, set(edges))
         self.layers = nn.ModuleList(
             packed_module(
                 nn.Linear(32, 8),
@@ -322,7 +322,7 @@ def test_buckets_compile_leave_no_state_and_survive_copies():
     assert not torch.equal(low, high)
     assert torch.equal(twin(x, torch.tensor(999))[0], high)
     assert torch.equal(twin.layers[0](x), high)
-    child: Any = model.half().get_submodule(buckets.CHILD)
+    child: Any = model.half().get_submodule(timestep_buckets.CHILD)
     assert child[0].edges.dtype == torch.float64
     torch._dynamo.reset()
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
@@ -395,7 +395,7 @@ def test_a_layer_alone_has_no_bucket():
 
 def test_buckets_need_a_timestep():
     with pytest.raises(CheckpointError, match=r"Linear: .* forward with 'timestep', found input"):
-        buckets.install(nn.Linear(2, 2), {EDGES})
+        timestep_buckets.install(nn.Linear(2, 2), {EDGES})
 
 
 def test_packed_layers_say_what_computes_them():

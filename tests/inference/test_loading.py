@@ -9,8 +9,8 @@ import torch
 import quantkit
 from quantkit.device.backends import Backend, use
 from quantkit.errors import InputError, ModelError
-from quantkit.inference.deviation import watch
-from quantkit.inference.layers import iterate_packed, packed_layers
+from quantkit.inference.layers.deviation import watch
+from quantkit.inference.layers.layer_summary import iterate_packed, packed_layers
 from quantkit.numerics.scheme import Activation
 from tests.support.loading import (
     DTYPES,
@@ -146,7 +146,7 @@ def test_sd3_keeps_its_dtype_its_t5_and_its_bytes(transformer_pipeline_dir, tmp_
 
 def test_what_pack_writes_loads_and_saves(pipeline_dir, tmp_path):
     from quantkit.models.source import open_model
-    from quantkit.packing.pack import pack
+    from quantkit.packing.pack_model import pack
     from quantkit.progress import silent
     from quantkit.recipe.load import load_recipe
 

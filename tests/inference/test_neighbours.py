@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.inference.neighbours import joined
+from quantkit.inference.blocks.joined_streams import joined
 
 
 def tensor(*shape):

@@ -16,11 +16,12 @@ from diffusers.models.transformers.transformer_flux import (
 )
 from torch import nn
 
-from quantkit.inference import activation_codes, feed_forward, norm_codes, projections
-from quantkit.inference.attention import _quantized as quantized_processor
-from quantkit.inference.attention_call import AttentionSettings
-from quantkit.inference.norm_codes import Branch
-from quantkit.inference.normed_blocks import install, uninstall
+from quantkit.inference.attention import fused_qkv
+from quantkit.inference.attention.attention_call import AttentionSettings
+from quantkit.inference.attention.coded_attention import _quantized as quantized_processor
+from quantkit.inference.blocks import activation_codes, feed_forward, norm_codes
+from quantkit.inference.blocks.norm_codes import Branch
+from quantkit.inference.blocks.normed_blocks import install, uninstall
 from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
@@ -336,7 +337,7 @@ def test_joined_projections_read_codes(case):
     wanted = answer(model, inputs)
     for module in model.modules():
         if hasattr(module, "fuse_projections"):
-            projections.fuse_projections(module)
+            fused_qkv.fuse_projections(module)
     install(model)
     found, made = quantized(lambda: answer(model, inputs))
     # The processor of joined projections comes with the model's own method.

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
+from quantkit.bench.models.denoiser_inputs import first_tensor, make_inputs
 from quantkit.device import log
-from quantkit.inference import activation_codes, norm_codes
-from quantkit.inference.layers import iterate_packed
-from quantkit.inference.normed_blocks import install, uninstall
+from quantkit.inference.blocks import activation_codes, norm_codes
+from quantkit.inference.blocks.normed_blocks import install, uninstall
+from quantkit.inference.layers.layer_summary import iterate_packed
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.inference.codes import Codes
-from quantkit.inference.modules import pack_module
+from quantkit.inference.layers.codes import Codes
+from quantkit.inference.layers.modules import pack_module
 from tests.inference.test_inference import SCHEMES
 from tests.support.packed import packed_module
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.inference.layers import iterate_packed
-from quantkit.inference.modules import PackedLinear
-from quantkit.inference.projections import fuse_projections
+from quantkit.inference.attention.fused_qkv import fuse_projections
+from quantkit.inference.layers.layer_summary import iterate_packed
+from quantkit.inference.layers.modules import PackedLinear
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.spec import PACKED_PARTS
 from quantkit.errors import CheckpointError
-from quantkit.inference import read_ahead as module
-from quantkit.inference.checksums import checksums
-from quantkit.inference.read_ahead import read_ahead
+from quantkit.inference.loading import read_ahead as module
+from quantkit.inference.loading.checksums import checksums
+from quantkit.inference.loading.read_ahead import read_ahead
 from tests.support.loading import same_bytes
 
 CPU = torch.device("cpu")

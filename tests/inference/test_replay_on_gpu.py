@@ -5,7 +5,7 @@ import torch
 
 import quantkit
 from quantkit.device import log
-from quantkit.inference.prompts import keep_prompts
+from quantkit.inference.layers.prompts import keep_prompts
 from tests.support.denoisers import INPUTS, tiny_denoiser
 from tests.support.loading import draw
 

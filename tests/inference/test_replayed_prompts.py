@@ -9,10 +9,10 @@ from torch import nn
 
 import quantkit
 from quantkit.device.backends import Backend, use
-from quantkit.inference import prompts
-from quantkit.inference.modules import PackedLinear
-from quantkit.inference.projections import fuse_projections
-from quantkit.inference.prompts import keep_prompts
+from quantkit.inference.attention.fused_qkv import fuse_projections
+from quantkit.inference.layers import prompts
+from quantkit.inference.layers.modules import PackedLinear
+from quantkit.inference.layers.prompts import keep_prompts
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme

@@ -9,9 +9,9 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 from quantkit.device import compilers, log
-from quantkit.inference import feed_forward, group_norms, picture_norms, residuals
-from quantkit.inference.normed_blocks import install
-from quantkit.inference.residuals import Sum
+from quantkit.inference.blocks import feed_forward, group_norms, picture_norms, residuals
+from quantkit.inference.blocks.normed_blocks import install
+from quantkit.inference.blocks.residuals import Sum
 from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.granularity import PerChannel, PerGroup
 from quantkit.numerics.masks import TWO_OF_FOUR

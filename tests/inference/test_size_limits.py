@@ -56,7 +56,7 @@ def test_a_packed_pipeline_that_asks_for_more_is_refused(
 
 def test_pipelines_that_are_not_packed_are_left_alone(pipeline_dir, tmp_path, monkeypatch):
     folder = shutil.copytree(pipeline_dir, tmp_path / "copy")
-    monkeypatch.setattr("quantkit.inference.size_limits.refuse_oversized", None)
+    monkeypatch.setattr("quantkit.inference.loading.size_limits.refuse_oversized", None)
     plain(folder)
     with pytest.raises(OSError, match=r"nobody/nothing|local_files_only"):
         plain("nobody/nothing", local_files_only=True)

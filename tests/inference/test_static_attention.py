@@ -9,15 +9,16 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
-from quantkit.checkpoint.attention import CHILD, HeadShape
+from quantkit.bench.models.denoiser_inputs import first_tensor, make_inputs
+from quantkit.checkpoint.packed_attention import CHILD, HeadShape
 from quantkit.device import compilers, log
 from quantkit.device.archs import ARCHS, OneLaunch
 from quantkit.device.ops.table import find_op
 from quantkit.errors import CheckpointError
-from quantkit.inference import attention_heads, head_factors, head_scales
-from quantkit.models.attention import attention_modules, call_with
-from quantkit.numerics import attention
+from quantkit.inference.attention import attention_heads, head_factors
+from quantkit.inference.layers import head_scales
+from quantkit.models.attention_modules import attention_modules, call_with
+from quantkit.numerics import attention_factors
 from quantkit.numerics.attention_scales import SHAPES, scales_of_ranges
 from tests.support.denoiser_classes import ROWS, Row
 from tests.support.kernel_cases import need
@@ -183,7 +184,7 @@ def calls_on_hopper(model, monkeypatch, least):
     pays = ((OneLaunch.STREAMS, ((16, least),)),)
     hopper = replace(ARCHS["sm_90a"], from_keys=pays)
     monkeypatch.setattr(
-        "quantkit.inference.attention_call.why_on_request",
+        "quantkit.inference.attention.attention_call.why_on_request",
         lambda op, device, made: hopper.why_on_request(find_op(op).family, made),
     )
     with torch.no_grad(), log.record() as seen:
@@ -238,7 +239,7 @@ def test_norms_in_another_dtype_are_read_as_they_are():
 def test_what_follows_from_scales_is_made_once(model, monkeypatch):
     static = with_scales(model)
     quantkit.attention(static, min_keys=1)
-    made, make = [], attention.head_factors
+    made, make = [], attention_factors.head_factors
     monkeypatch.setattr(
         head_factors, "head_factors", lambda *args: made.append(make(*args)) or made[-1]
     )

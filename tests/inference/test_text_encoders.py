@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.errors import CheckpointError, InputError, ModelError, RecipeError
-from quantkit.inference.layers import iterate_packed, packed_layers
+from quantkit.inference.layers.layer_summary import iterate_packed, packed_layers
 from quantkit.recipe.schema import Recipe
 from quantkit.workflow.pack import pack, plan_pack
 from quantkit.workflow.verify import verify
@@ -244,7 +244,7 @@ def test_a_config_of_another_size_is_refused(small):
 
 def test_transformers_does_not_quantize_with_quantkit(small):
     folder, cls = small
-    from quantkit.inference.transformers_loading import QuantkitConfig
+    from quantkit.inference.loading.transformers_loading import QuantkitConfig
 
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     with pytest.raises(InputError, match="does not quantize while loading"):

@@ -16,14 +16,13 @@ from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from quantkit.calibration.attention_observer import listening
+from quantkit.calibration.observing.attention_observer import listening
 from quantkit.device import compilers, log
-from quantkit.inference import (
-    attention,
-    attention_plain,
+from quantkit.inference.attention import attention_plain, coded_attention
+from quantkit.inference.blocks import (
+    first_last_conv,
     group_norms,
     picture_norms,
-    unet_ends,
     up_blocks,
     upsampling,
 )
@@ -71,7 +70,7 @@ def attending(*, context=None, dtype=torch.float32, **options):
 def pair_of_answers(attn, *arguments, **options):
     """Return what diffusers' processor gives, and what a packed model's gives."""
     wanted = attn(*arguments, **options)
-    attention._quantize(nn.Sequential(attn), None)
+    coded_attention._quantize(nn.Sequential(attn), None)
     return wanted, attn(*arguments, **options)
 
 
@@ -136,7 +135,7 @@ def test_a_factor_divides_attention_on_codes_too():
     found = []
     for factor in (1.0, 4.0):
         attn = attending(rescale_output_factor=factor)
-        attention.attention(wrapped := nn.Sequential(attn), min_keys=1)
+        coded_attention.attention(wrapped := nn.Sequential(attn), min_keys=1)
         found.append(wrapped[0](x))
     assert torch.equal(found[0] / 4, found[1])
 
@@ -271,7 +270,7 @@ def answer(model):
 @pytest.fixture
 def coding(monkeypatch):
     """Every device computes norms of pictures, a CPU too."""
-    for module in (picture_norms, unet_ends):
+    for module in (picture_norms, first_last_conv):
         monkeypatch.setattr(module, "has_picture_kernel", lambda *_: True)
 
 
@@ -282,10 +281,10 @@ def ends(model):
 
 
 OWN = [
-    unet_ends.FirstConv2d,
-    unet_ends.LastGroupNorm,
-    unet_ends.LastSiLU,
-    unet_ends.LastConv2d,
+    first_last_conv.FirstConv2d,
+    first_last_conv.LastGroupNorm,
+    first_last_conv.LastSiLU,
+    first_last_conv.LastConv2d,
 ]
 TORCH = [nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Conv2d]
 
@@ -294,7 +293,7 @@ def test_the_last_norm_computes_its_activation(coding):
     model = unet()
     group_norms.install(model)
     wanted = answer(model)
-    unet_ends.install(model)
+    first_last_conv.install(model)
     assert ends(model) == OWN
     with log.record() as seen:
         found = answer(model)
@@ -308,7 +307,7 @@ def test_a_watched_end_is_called_with_its_own_input(name, coding):
     model = unet()
     group_norms.install(model)
     wanted = answer(model)
-    unet_ends.install(model)
+    first_last_conv.install(model)
     seen = []
     getattr(model, name).register_forward_hook(lambda _, x, y: seen.append((type(x[0]), type(y))))
     assert torch.equal(answer(model), wanted)
@@ -329,7 +328,7 @@ def test_other_unets_keep_torchs_modules(change):
     change(model)
     group_norms.install(model)
     kept = ends(model)
-    unet_ends.install(model)
+    first_last_conv.install(model)
     assert ends(model) == kept
 
 
@@ -337,19 +336,19 @@ def test_a_unet_without_a_last_norm_is_left_alone():
     model = unet()
     model.conv_norm_out = model.conv_act = None
     group_norms.install(model)
-    unet_ends.install(model)
+    first_last_conv.install(model)
     assert type(model.conv_in) is nn.Conv2d
 
 
 def test_ends_follow_copies_and_pickles_and_go(coding):
     model = unet()
     group_norms.install(model)
-    unet_ends.install(model)
+    first_last_conv.install(model)
     wanted = answer(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.conv_norm_out.activation_behind[0] is other.conv_act
         assert torch.equal(answer(other), wanted)
-    unet_ends.uninstall(model)
+    first_last_conv.uninstall(model)
     assert ends(model) == TORCH
     assert "activation_behind" not in vars(model.conv_norm_out)
 
@@ -402,7 +401,7 @@ def test_joined_pictures_are_torchs_concatenation(layouts, dtype, joining):
 
 def test_default_processors_may_be_set_and_known_ones_come_back():
     model = unet()
-    attention.install(model, None)
+    coded_attention.install(model, None)
     own = set(map(type, model.attn_processors.values()))
     assert AttnProcessor2_0 not in own
     wanted = answer(model)
@@ -411,5 +410,5 @@ def test_default_processors_may_be_set_and_known_ones_come_back():
     assert torch.allclose(answer(model), wanted, rtol=1e-3, atol=1e-3)
     model.set_attn_processor(AttnProcessor2_0())
     assert set(map(type, model.attn_processors.values())) == own
-    attention.uninstall(model)
+    coded_attention.uninstall(model)
     assert not {"set_attn_processor", "set_default_attn_processor"} & vars(model).keys()

@@ -6,7 +6,7 @@ from torch import nn
 
 from quantkit.device import log
 from quantkit.device.backends import Backend, use
-from quantkit.inference.layers import packed_layers
+from quantkit.inference.layers.layer_summary import packed_layers
 from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR

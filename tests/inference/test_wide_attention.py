@@ -10,11 +10,11 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
 import quantkit
-from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
+from quantkit.bench.models.denoiser_inputs import first_tensor, make_inputs
 from quantkit.device import compilers
-from quantkit.inference import attention, attention_wide
-from quantkit.inference.operators import OPERATORS
-from quantkit.models.attention import attention_modules
+from quantkit.inference.attention import attention_wide, coded_attention
+from quantkit.inference.layers.torch_operators import OPERATORS
+from quantkit.models.attention_modules import attention_modules
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme
@@ -62,7 +62,7 @@ def packed(name, dtype=torch.float32):
     _, module = next(attention_modules(model))
     module.to_out[0] = packed_module(module.to_out[0], SCHEME, name="to_out.0")
     own = copy.deepcopy(model)
-    attention.install(model, None)
+    coded_attention.install(model, None)
     return model, own
 
 
@@ -220,7 +220,7 @@ def test_codes_of_each_call_are_made_of_these_heads():
 
 def test_a_model_that_is_not_packed_keeps_diffusers_processors():
     model = tiny_model(MODELS["FLUX"])
-    attention.install(model, None)
+    coded_attention.install(model, None)
     assert {type(m.processor) for _, m in attention_modules(model)} == {FluxAttnProcessor}
     assert "set_attn_processor" not in vars(model)
 
@@ -229,5 +229,5 @@ def test_a_dense_model_has_diffusers_processors_again():
     model, _ = packed("FLUX")
     _, module = next(attention_modules(model))
     module.to_out[0] = nn.Linear(*module.to_out[0].weight.shape[::-1])
-    attention.uninstall(model)
+    coded_attention.uninstall(model)
     assert {type(m.processor) for _, m in attention_modules(model)} == {FluxAttnProcessor}

@@ -2,8 +2,8 @@
 
 import pytest
 
+from quantkit.workflow.arguments import Sampling
 from quantkit.workflow.calibrate import calibrate
-from quantkit.workflow.inputs import Sampling
 from tests.support import pipelines
 from tests.support.denoisers import tiny_denoiser
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from quantkit.checkpoint.reader import open_packed
 from quantkit.device.host import encoder
 from quantkit.errors import CheckpointError, ModelError, RecipeError
-from quantkit.inference.layers import packed_layers
+from quantkit.inference.layers.layer_summary import packed_layers
 from quantkit.interchange.comfyui_export import COMFYUI, plan_comfyui
 from quantkit.interchange.denoiser import packed_denoiser
 from quantkit.interchange.tensor_export import OneFile

@@ -15,7 +15,7 @@ from quantkit.errors import CheckpointError, InputError, ModelError, NonFiniteEr
 from quantkit.interchange import gguf_export
 from quantkit.interchange.gguf_file import read_gguf
 from quantkit.models.source import open_model
-from quantkit.packing.pack import pack
+from quantkit.packing.pack_model import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.workflow.export import export

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 import quantkit
 from quantkit.checkpoint.reader import open_packed
 from quantkit.errors import InputError, ModelError, NonFiniteError
-from quantkit.inference.layers import packed_layers
+from quantkit.inference.layers.layer_summary import packed_layers
 from quantkit.interchange import gguf_file
 from quantkit.interchange.denoiser import packed_denoiser
 from quantkit.interchange.gguf_file import READABLE
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import SingleFile
 from quantkit.storage.digest import sha256_of
-from quantkit.workflow.inputs import as_model
+from quantkit.workflow.arguments import as_model
 from quantkit.workflow.single_file import single_file
 from tests.support.denoisers import DENOISERS, original_state, tiny_denoiser
 

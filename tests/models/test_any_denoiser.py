@@ -10,11 +10,11 @@ from diffusers.utils import logging
 import quantkit
 from quantkit.cli import quantkit as command
 from quantkit.errors import ModelError
+from quantkit.models.component_layers import list_layers
 from quantkit.models.families import FAMILIES
 from quantkit.models.family import CONDITION, FEW, FIRST, LAST, MODULATION, TEXT, UNKNOWN
 from quantkit.models.general_family import GENERAL
 from quantkit.models.layer_plan import plan_layers
-from quantkit.models.layers import list_layers
 from quantkit.models.source import of_family, open_model
 from quantkit.recipe.load import parse_recipe
 from tests.support.denoiser_classes import ROWS
@@ -206,7 +206,7 @@ def test_headers_alone_are_read_of_tuned_families(tmp_path, monkeypatch):
     def refuse(config, *_):
         raise AssertionError(config)
 
-    monkeypatch.setattr("quantkit.models.layers.read_skeleton", refuse)
+    monkeypatch.setattr("quantkit.models.component_layers.read_skeleton", refuse)
     path = write_component(tmp_path / "c", "FluxTransformer2DModel", {"a.weight": [16, 16]})
     assert len(list_layers(open_model(path).components[0])) == 1
     with pytest.raises(AssertionError):

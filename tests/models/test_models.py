@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import ModelError, RecipeError, ShapeError
+from quantkit.models.component_layers import list_layers
 from quantkit.models.families import FAMILIES, find_family
 from quantkit.models.general_family import GENERAL
 from quantkit.models.layer_plan import choose_edges, plan_layers
-from quantkit.models.layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.models.timestep import bucket_of, timestep_argument
 from quantkit.numerics.granularity import PerChannel

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.errors import ModelError
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.models.source_tensors import (
     loaded_name,

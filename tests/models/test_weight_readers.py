@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import quantkit
-from quantkit.inference.layers import packed_layers
+from quantkit.inference.layers.layer_summary import packed_layers
 from quantkit.models.skeleton import why_none_packed
 from quantkit.models.weight_readers import readers
 from quantkit.recipe.load import parse_recipe

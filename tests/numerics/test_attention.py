@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.errors import RecipeError
-from quantkit.numerics.attention import (
+from quantkit.numerics.attention_factors import (
     attention_codes,
     cut_to_float16,
     head_factors,

@@ -27,7 +27,7 @@ from quantkit.numerics.masks import (
     choose_mask,
     parse_pattern,
 )
-from quantkit.numerics.packing import (
+from quantkit.numerics.packed_2to4 import (
     LEGAL_NIBBLES,
     from_rows,
     metadata_is_legal,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from quantkit.numerics.conv_windows import ConvShape, Windows
 from quantkit.numerics.threads import one_torch_thread, surgery_threads
-from quantkit.numerics.windows import ConvShape, Windows
 
 #: kernel, stride, dilation, padding (left, right, top, bottom)
 CASES = [

@@ -10,17 +10,17 @@ import torch
 from diffusers import UNet2DConditionModel
 
 import quantkit
-from quantkit.calibration.statistics import load_calibration
-from quantkit.checkpoint.attention import CHILD
+from quantkit.calibration.statistics.layer_statistics import load_calibration
+from quantkit.checkpoint.packed_attention import CHILD
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import contents_of, verify
 from quantkit.device import compilers, log
 from quantkit.device.backends import Backend, use
 from quantkit.errors import CheckpointError, RecipeError
-from quantkit.inference.attention_choices import attention_choices
-from quantkit.inference.head_scales import HeadScales
+from quantkit.inference.attention.attention_choices import attention_choices
+from quantkit.inference.layers.head_scales import HeadScales
 from quantkit.numerics.attention_scales import SHAPES
-from quantkit.packing.attention import static_scales
+from quantkit.packing.attention_plan import static_scales
 from quantkit.progress import silent
 from quantkit.recipe.load import parse_recipe
 from quantkit.workflow.pack import Forecast, plan_pack
@@ -28,7 +28,7 @@ from tests.support.artefacts import attention_statistics
 from tests.support.kernel_cases import need
 from tests.support.packed_edit import Edit
 
-CHOICES = "quantkit.inference.attention_choices"
+CHOICES = "quantkit.inference.attention.attention_choices"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 RECIPE: dict[str, Any] = {
@@ -162,7 +162,9 @@ def test_projections_end_in_the_codes(made, monkeypatch):
     assert {"project_codes_fp8", "project_values_fp8", "attention_fp8"} <= calls
     assert "project_heads_fp8" not in calls
     assert torch.equal(found, jointly)
-    monkeypatch.setattr("quantkit.inference.attention_heads._ends_in_codes", lambda *_: False)
+    monkeypatch.setattr(
+        "quantkit.inference.attention.attention_heads._ends_in_codes", lambda *_: False
+    )
     wanted, calls = ask()
     assert not any(name.startswith("project") for name in calls)
     assert "value_codes_fp8" in calls

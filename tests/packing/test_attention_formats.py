@@ -6,26 +6,30 @@ from dataclasses import replace
 import pytest
 import torch
 from click.testing import CliRunner
-from quantkit.eval.report_facts import attention_formats
+from quantkit.eval.judging.report_facts import attention_formats
 from torch.nn.functional import scaled_dot_product_attention
 
 import quantkit
-from quantkit.calibration import format_errors
-from quantkit.calibration.attention_accumulators import AttentionAccumulators
-from quantkit.calibration.format_errors import FormatErrors, lost_power, rounded_attention
-from quantkit.calibration.statistics import load_calibration, save_calibration
-from quantkit.checkpoint.attention import PackedAttention, parse_attention
+from quantkit.calibration.observing.attention_accumulators import AttentionAccumulators
+from quantkit.calibration.statistics import format_errors
+from quantkit.calibration.statistics.format_errors import (
+    FormatErrors,
+    lost_power,
+    rounded_attention,
+)
+from quantkit.calibration.statistics.layer_statistics import load_calibration, save_calibration
+from quantkit.checkpoint.packed_attention import PackedAttention, parse_attention
 from quantkit.checkpoint.reader import open_packed
-from quantkit.cli.inspect import inspect
+from quantkit.cli.inspect_command import inspect
 from quantkit.device import compilers, log
 from quantkit.device.backends import Backend, use
 from quantkit.errors import CheckpointError, RecipeError
-from quantkit.inference.attention import install
-from quantkit.inference.attention_choices import attention_choices
-from quantkit.models.attention import Heads, attention_modules
+from quantkit.inference.attention.attention_choices import attention_choices
+from quantkit.inference.attention.coded_attention import install
+from quantkit.models.attention_modules import Heads, attention_modules
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS, attention_format
-from quantkit.packing.attention_formats import choose_attention_formats
-from quantkit.recipe.attention import AttentionRecipe
+from quantkit.packing.choose_attention_formats import choose_attention_formats
+from quantkit.recipe.attention_recipe import AttentionRecipe
 from quantkit.recipe.load import parse_recipe
 from tests.support.artefacts import attention_statistics
 from tests.support.kernel_cases import need

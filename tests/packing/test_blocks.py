@@ -14,24 +14,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantkit.calibration.moments import Moments
-from quantkit.calibration.statistics import per_column
+from quantkit.calibration.moments.moments import Moments
+from quantkit.calibration.statistics.layer_statistics import per_column
 from quantkit.checkpoint import weight_reader as rows_module
-from quantkit.checkpoint.layout import Sink
 from quantkit.checkpoint.reader import open_packed
+from quantkit.checkpoint.tensor_layout import Sink
 from quantkit.checkpoint.verification import verify
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel, PerGroup
 from quantkit.numerics.least_error import choose_scale
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
-from quantkit.numerics.packing import pack_two_of_four, to_rows, unpack_positions
+from quantkit.numerics.packed_2to4 import pack_two_of_four, to_rows, unpack_positions
 from quantkit.numerics.scales import amax_scale, dequantize, quantize
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.packing.encode import encode_weight
 from quantkit.packing.gptq import Rounding
-from quantkit.packing.masks import stored_mask
+from quantkit.packing.mask_source import stored_mask
 from quantkit.packing.weight_plan import WeightPlan
 from quantkit.progress import silent
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, pack_mask

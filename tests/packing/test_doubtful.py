@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from quantkit.calibration.collect import observed_layers
+from quantkit.calibration.observing.collect import observed_layers
 from quantkit.checkpoint.reader import open_packed
 from quantkit.models.source import of_family, open_model
-from quantkit.packing.pack import pack
+from quantkit.packing.pack_model import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from tests.packing.test_formats import outlying

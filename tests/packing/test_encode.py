@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantkit.calibration.observers import static_scale
-from quantkit.calibration.smoothing import smooth_factor
+from quantkit.calibration.statistics.observers import static_scale
+from quantkit.calibration.statistics.smoothing import smooth_factor
 from quantkit.checkpoint import weight_reader as rows_module
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
@@ -20,7 +20,7 @@ from quantkit.numerics.ggml_blocks import take_apart
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.least_error import choose_scale
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
-from quantkit.numerics.packing import to_rows
+from quantkit.numerics.packed_2to4 import to_rows
 from quantkit.numerics.scale_rules import MSE_GRID
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe

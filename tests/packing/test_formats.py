@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantkit.calibration.collect import observed_layers
+from quantkit.calibration.observing.collect import observed_layers
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.errors import RecipeError

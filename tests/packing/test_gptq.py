@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.calibration.moments import Moments
+from quantkit.calibration.moments.moments import Moments
 from quantkit.errors import NonFiniteError
 from quantkit.numerics.formats import INT4, INT8
 from quantkit.packing.gptq import Rounder

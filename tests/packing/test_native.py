@@ -19,12 +19,12 @@ from quantkit.errors import NonFiniteError
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.masks import TWO_OF_FOUR
-from quantkit.numerics.packing import to_rows
+from quantkit.numerics.packed_2to4 import to_rows
 from quantkit.numerics.scale_rules import WEIGHT_SCALES
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.packing import native
 from quantkit.packing.encode import encode_weight
-from quantkit.packing.masks import ChosenMask
+from quantkit.packing.mask_source import ChosenMask
 from quantkit.packing.weight_plan import WeightPlan
 from quantkit.storage.system import open_to_read
 from quantkit.storage.tensorfile import read_header

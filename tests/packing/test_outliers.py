@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from skimage.metrics import structural_similarity
 
 import quantkit
-from quantkit.calibration.collect import calibrate
+from quantkit.calibration.observing.collect import calibrate
 from quantkit.models.source import open_model
-from quantkit.packing.pack import pack as write_packed
+from quantkit.packing.pack_model import pack as write_packed
 from quantkit.pipelines.running import read_prompts
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe

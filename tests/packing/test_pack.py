@@ -19,7 +19,7 @@ from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.errors import ArtefactError, NonFiniteError, OutputError, RecipeError
 from quantkit.models.source import open_model
-from quantkit.packing.pack import pack, plan_pack, summarize
+from quantkit.packing.pack_model import pack, plan_pack, summarize
 from quantkit.packing.plan import recipe_for_header
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
@@ -291,7 +291,7 @@ sys.path.insert(0, sys.argv[3])
 from tests.support import skeletons
 from pathlib import Path
 from quantkit.models.source import open_model
-from quantkit.packing.pack import pack
+from quantkit.packing.pack_model import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 skeletons.install(pytest.MonkeyPatch())

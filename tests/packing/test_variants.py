@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint.reader import open_packed
-from quantkit.inference.layers import packed_layers
-from quantkit.workflow.inputs import as_model
+from quantkit.inference.layers.layer_summary import packed_layers
+from quantkit.workflow.arguments import as_model
 
 STEM = "diffusion_pytorch_model"
 

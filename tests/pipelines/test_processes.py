@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from quantkit.calibration import observed_pipeline, resume
-from quantkit.calibration.statistics import LayerStatistics, load_calibration
-from quantkit.cli.calibrate import calibrate as calibrate_command
+from quantkit.calibration.observing import calibration_resume, observed_pipeline
+from quantkit.calibration.statistics.layer_statistics import LayerStatistics, load_calibration
+from quantkit.cli.calibrate_command import calibrate as calibrate_command
 from quantkit.errors import ArtefactError, InputError, OutputError
 from quantkit.pipelines import running
 from quantkit.pipelines.processes import ALONE, Processes, _packed, joined
@@ -30,7 +30,7 @@ OPTIONS = ("-r", "fp8-static", "--steps", "4", "--batch", "2", "--seed", "7", "-
 #: Runs the command, but ends or fails where the test says: RANK:BATCH:WHAT.
 DRIVER = """
 import os, signal, sys
-from quantkit.calibration import observed_pipeline, resume
+from quantkit.calibration.observing import observed_pipeline, calibration_resume
 from quantkit.cli import main
 from quantkit.errors import NonFiniteError
 
@@ -231,8 +231,8 @@ def interrupt(arguments, output, batches, *more):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(observed_pipeline, "run_batch", stopping)
-        patch.setattr(resume, "_PAUSE", 0.0)
-        patch.setattr(resume, "_SHARE", 0.0)
+        patch.setattr(calibration_resume, "_PAUSE", 0.0)
+        patch.setattr(calibration_resume, "_SHARE", 0.0)
         assert invoke(arguments, output, *more).exit_code != 0
 
 
@@ -319,8 +319,8 @@ def test_what_other_processes_kept_is_not_lost(arguments, tmp_path):
 
 def test_writing_takes_a_small_part_of_the_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(resume, "monotonic", lambda: now[0])
-    pace = resume.WriteInterval(_due=105.0)
+    monkeypatch.setattr(calibration_resume, "monotonic", lambda: now[0])
+    pace = calibration_resume.WriteInterval(_due=105.0)
     assert not pace.is_due()
     now[0] = 106.0
     assert pace.is_due()
@@ -333,8 +333,8 @@ def test_writing_takes_a_small_part_of_the_time(monkeypatch):
 
 
 def test_a_full_disk_loses_no_calibration(arguments, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(resume, "_PAUSE", 0.0)
-    monkeypatch.setattr(resume, "_SHARE", 0.0)
+    monkeypatch.setattr(calibration_resume, "_PAUSE", 0.0)
+    monkeypatch.setattr(calibration_resume, "_SHARE", 0.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     save = save_file
@@ -356,7 +356,7 @@ def test_a_full_disk_loses_no_calibration(arguments, tmp_path, monkeypatch, capl
 
 
 def test_what_cannot_be_calibrated_is_refused_before_hashing(arguments, tmp_path, monkeypatch):
-    monkeypatch.setattr("quantkit.calibration.collect.sha256_of", pytest.fail)
+    monkeypatch.setattr("quantkit.calibration.observing.collect.sha256_of", pytest.fail)
     model = Path(arguments[2])
     (tmp_path / "file").write_text("")
     for output, more, words in (

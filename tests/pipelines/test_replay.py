@@ -13,9 +13,9 @@ import torch
 
 import quantkit
 from quantkit.errors import InputError
-from quantkit.pipelines import recorded_step, unchanged
+from quantkit.pipelines import model_snapshot, recorded_step
 from quantkit.pipelines import replay as replaying
-from quantkit.pipelines.unchanged import Snapshot
+from quantkit.pipelines.model_snapshot import Snapshot
 from tests.support.denoisers import output_of, tiny_denoiser
 from tests.support.recording import capture_on_cpu
 
@@ -162,7 +162,7 @@ def launches(monkeypatch):
 def released(monkeypatch):
     """How many bytes torch says that it gave back."""
     total = [4096]
-    monkeypatch.setattr(unchanged, "_released", lambda _: total[0])
+    monkeypatch.setattr(model_snapshot, "_released", lambda _: total[0])
     return total
 
 

@@ -150,7 +150,7 @@ def name_of(path):
 
 NAMES = {name_of(path): path for path in MODULES}
 #: The demo runs the other commands: no import at its top could.
-LATE = {("quantkit.cli.demo", "quantkit.cli")}
+LATE = {("quantkit.cli.demo_command", "quantkit.cli")}
 
 
 def imported_modules(name):
@@ -171,6 +171,33 @@ def imported_modules(name):
                 yield full if full in NAMES else base
 
 
+def floors(names):
+    """Return the longest chain of imports among modules that ends in each of them."""
+    graph = {name: set(imported_modules(name)) & set(names) - {name} for name in names}
+    found: dict[str, int] = {}
+    for name in graphlib.TopologicalSorter(graph).static_order():
+        found[name] = 1 + max((found[below] for below in graph[name]), default=0)
+    return found
+
+
+#: Rooms of rooms; what is higher than six floors is read top down by nobody.
+ROOMED = ("inference", "calibration", "bench", "eval")
+
+
+def test_rooms_have_at_most_six_floors_and_stand_in_one_order():
+    rooms: dict[str, list[str]] = {}
+    for name in NAMES:
+        if name.split(".")[1:2] in [[room] for room in ROOMED]:
+            rooms.setdefault(name.rpartition(".")[0], []).append(name)
+    heights = {room: max(floors(names).values()) for room, names in rooms.items()}
+    assert {room: height for room, height in heights.items() if height > 6} == {}
+    graph = {}
+    for room, names in rooms.items():
+        below = {module.rpartition(".")[0] for name in names for module in imported_modules(name)}
+        graph[room] = below & set(rooms) - {room}
+    list(graphlib.TopologicalSorter(graph).static_order())
+
+
 def test_no_module_imports_itself_by_way_of_others():
     graph = {
         name: {m for m in imported_modules(name) if m in NAMES and (name, m) not in LATE} - {name}
@@ -187,13 +214,13 @@ FOR_THE_COMMAND_LINE = (
     "quantkit.progress",
     "quantkit.storage.limits",
     "quantkit._version",
-    "quantkit.bench.kernels.OPERATIONS",
-    "quantkit.bench.result.Verdict",
-    "quantkit.eval.methods",
-    "quantkit.eval.sentences.kernel_sentence",
-    "quantkit.eval.number_format",
-    "quantkit.eval.tables",
-    "quantkit.eval.verdict.headline",
+    "quantkit.bench.kernels.kernel_benchmark.OPERATIONS",
+    "quantkit.bench.kernels.kernel_figures.Verdict",
+    "quantkit.eval.pages.methods_table",
+    "quantkit.eval.pages.sentences.kernel_sentence",
+    "quantkit.eval.measuring.number_format",
+    "quantkit.eval.pages.tables",
+    "quantkit.eval.judging.verdict.headline",
 )
 
 

@@ -9,11 +9,16 @@ from math import isclose
 from pathlib import Path
 
 import pytest
-from quantkit.eval import composition, equivalence, statistics
-from quantkit.eval.gates import CLIP_LOSS, LEAST_PROMPTS, Limits
+from quantkit.eval.judging.gates import CLIP_LOSS, LEAST_PROMPTS, Limits
+from quantkit.eval.measuring import composition, equivalence, sample_statistics
 
-from quantkit.calibration.held_out_rows import held_count
-from quantkit.calibration.observers import AUTO_TOLERANCE, CLIP_GRID, INTEGER_CLIP_GRID, clip_grid
+from quantkit.calibration.moments.held_out_rows import held_count
+from quantkit.calibration.statistics.observers import (
+    AUTO_TOLERANCE,
+    CLIP_GRID,
+    INTEGER_CLIP_GRID,
+    clip_grid,
+)
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.histogram import BINS, bin_edges
 from quantkit.packing.smoothing_strength import ALPHAS
@@ -38,7 +43,7 @@ PROMISES = [
     (
         "guides/evaluate.md",
         r"the (\d+) % bootstrap interval of\n.*BCa, (\d+) resamples",
-        (100 * statistics.CONFIDENCE, statistics.RESAMPLES),
+        (100 * sample_statistics.CONFIDENCE, sample_statistics.RESAMPLES),
     ),
     (
         "guides/evaluate.md",

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 WRONG = """
 import quantkit
-from quantkit.eval.statistics import summarize
+from quantkit.eval.measuring.sample_statistics import summarize
 from quantkit.kernels import nonsense
 from quantkit.numerics.formats import E4M3FN
 

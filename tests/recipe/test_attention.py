@@ -6,7 +6,7 @@ import pytest
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS, attention_format
-from quantkit.recipe.attention import STRATEGIES, AttentionRecipe
+from quantkit.recipe.attention_recipe import STRATEGIES, AttentionRecipe
 from quantkit.recipe.load import parse_recipe
 
 

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from quantkit import resources
-from quantkit.calibration.observers import OBSERVERS
+from quantkit.calibration.statistics.observers import OBSERVERS
 from quantkit.errors import RecipeError
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.recommended import tuned
@@ -21,7 +21,7 @@ from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.schema import EncoderOverride, EncoderRecipe, Override, Recipe
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
-from quantkit.workflow.inputs import opened
+from quantkit.workflow.arguments import opened
 from tests.golden.make_keys import MODELS
 from tests.support.headers import golden_keys, write_component
 

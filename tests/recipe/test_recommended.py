@@ -13,7 +13,7 @@ from quantkit.models.general_family import GENERAL
 from quantkit.models.recommended import tuned
 from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.schema import Recipe
-from quantkit.workflow.inputs import opened
+from quantkit.workflow.arguments import opened
 from tests.golden.make_keys import MODELS
 from tests.support.headers import golden_keys, write_component
 

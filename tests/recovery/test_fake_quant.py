@@ -10,15 +10,15 @@ from torch.nn import functional
 
 from quantkit.device.backends import Backend, use
 from quantkit.errors import ModelError, RecipeError
-from quantkit.inference.loading import load_pipeline as load_packed
-from quantkit.inference.packed_layer import PackedLayer
+from quantkit.inference.layers.packed_layer import PackedLayer
+from quantkit.inference.loading.pipeline_loading import load_pipeline as load_packed
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8
 from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
-from quantkit.numerics.packing import from_rows
+from quantkit.numerics.packed_2to4 import from_rows
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.packing.pack import pack
+from quantkit.packing.pack_model import pack
 from quantkit.pipelines.running import choose_device, load_pipeline
 from quantkit.progress import silent
 from quantkit.recipe.layer_recipes import ActivationRecipe, WeightRecipe

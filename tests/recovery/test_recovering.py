@@ -16,16 +16,24 @@ import torch
 from click.testing import CliRunner
 from skimage.metrics import structural_similarity
 
-from quantkit.cli.recover import recover as recover_command
-from quantkit.cli.sparsify import sparsify as sparsify_command
+from quantkit.cli.recover_command import recover as recover_command
+from quantkit.cli.sparsify_command import sparsify as sparsify_command
 from quantkit.errors import ArtefactError, OutputError, RecipeError
 from quantkit.models.source import open_model
-from quantkit.numerics.packing import to_rows
+from quantkit.numerics.packed_2to4 import to_rows
 from quantkit.pipelines.running import choose_device, load_pipeline
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import SparsityRecipe
-from quantkit.recovery.distill import training
+from quantkit.recovery.distill import student_training
+from quantkit.recovery.distill.distillation import (
+    Keeping,
+    Look,
+    RecoveryTask,
+    _Gallery,
+    ignore,
+    recover,
+)
 from quantkit.recovery.distill.distributed import Ranks
 from quantkit.recovery.distill.early_stopping import (
     EarlyStopping,
@@ -34,16 +42,8 @@ from quantkit.recovery.distill.early_stopping import (
     ValidationScore,
 )
 from quantkit.recovery.distill.optimizer import Offloaded, Resident
-from quantkit.recovery.distill.recover import (
-    Keeping,
-    Look,
-    RecoveryTask,
-    _Gallery,
-    ignore,
-    recover,
-)
-from quantkit.recovery.distill.resume import refuse_others, refuse_unfinished
 from quantkit.recovery.distill.settings import DistillSettings
+from quantkit.recovery.distill.training_resume import refuse_others, refuse_unfinished
 from quantkit.recovery.distill.trajectories import Teacher, TrajectoryStore
 from quantkit.recovery.distill.validation import compare_latents, compare_pictures, hold_out
 from quantkit.recovery.fake_quant import install, plan_quants
@@ -72,7 +72,7 @@ SHORT = DistillSettings(
 
 @pytest.fixture(autouse=True)
 def _points_are_many(monkeypatch):
-    monkeypatch.setattr(training, "READ_EVERY", 2)
+    monkeypatch.setattr(student_training, "READ_EVERY", 2)
 
 
 def run(model, masks, settings, *, quantize=None, keeping=None, watch=ignore, show=ignore):
@@ -135,7 +135,7 @@ def test_a_last_look_that_fails_costs_no_training(model, masks, tmp_path, monkey
         patched.setattr(_Gallery, "look", fail)
         run(model, masks, SHORT, keeping=keeping)
     whole = run(model, masks, SHORT)
-    monkeypatch.setattr(training.Trainer, "_train", None)
+    monkeypatch.setattr(student_training.Trainer, "_train", None)
     resumed = run(model, masks, SHORT, keeping=replace(keeping, resume=True))
     assert [p.loss for p in resumed.points] == [p.loss for p in whole.points]
     assert all(torch.equal(resumed.weights[n], whole.weights[n]) for n in whole.weights)

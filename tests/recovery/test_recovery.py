@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, safe_open, save_file
 
-from quantkit.cli.recover import recover as recover_command
-from quantkit.cli.verify import verify as verify_command
+from quantkit.cli.recover_command import recover as recover_command
+from quantkit.cli.verify_command import verify as verify_command
 from quantkit.errors import (
     ArtefactError,
     ModelError,
@@ -20,23 +20,23 @@ from quantkit.errors import (
     PromptError,
     RecipeError,
 )
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import open_model
-from quantkit.numerics.packing import from_rows, unpack_positions
-from quantkit.packing.pack import pack
+from quantkit.numerics.packed_2to4 import from_rows, unpack_positions
+from quantkit.packing.pack_model import pack
 from quantkit.pipelines.running import choose_device, load_pipeline
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import SparsityRecipe
 from quantkit.recovery.denoiser_calls import recording
-from quantkit.recovery.distill.recover import RecoveryTask, recover
+from quantkit.recovery.distill.distillation import RecoveryTask, recover
 from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.trajectories import Teacher, TrajectoryStore
 from quantkit.recovery.recovered_model import write_recovered
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks, save_masks
 from quantkit.storage.marker import MARKER
-from quantkit.workflow.training import Training, settings_of
+from quantkit.workflow.recovery_settings import Training, settings_of
 from tests.support.pipelines import tiny_flux_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")

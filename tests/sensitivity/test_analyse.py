@@ -9,15 +9,15 @@ from click.testing import CliRunner
 from torch import nn
 
 import quantkit as package
-from quantkit.calibration.collect import observed_layers
-from quantkit.calibration.hessian import load_hessians
-from quantkit.calibration.statistics import load_calibration
+from quantkit.calibration.moments.moment_files import load_hessians
+from quantkit.calibration.observing.collect import observed_layers
+from quantkit.calibration.statistics.layer_statistics import load_calibration
 from quantkit.checkpoint.reader import open_packed
 from quantkit.cli import quantkit as command
 from quantkit.errors import ArtefactError, RecipeError
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import open_model
-from quantkit.packing.pack import plan_pack, summarize
+from quantkit.packing.pack_model import plan_pack, summarize
 from quantkit.pipelines.running import load_pipeline, quiet_libraries
 from quantkit.progress import silent
 from quantkit.recipe.calibration import CalibrationRecipe
@@ -27,7 +27,7 @@ from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity import measured_model
 from quantkit.sensitivity.analyse import treated_pipeline
 from quantkit.sensitivity.measured_model import MeasuredModel
-from quantkit.sensitivity.result import load_sensitivity
+from quantkit.sensitivity.sensitivity_file import load_sensitivity
 from quantkit.sensitivity.simulate import final_latents, relative_error
 from quantkit.sensitivity.treatments import BY_NAME, TREATMENTS, refusal
 from quantkit.sparsity.sparsegpt import Surgeon

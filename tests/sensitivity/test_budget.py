@@ -6,7 +6,7 @@ import pytest
 
 from quantkit.errors import RecipeError
 from quantkit.recipe.load import parse_recipe
-from quantkit.sensitivity.result import Outcome
+from quantkit.sensitivity.sensitivity_file import Outcome
 from quantkit.sensitivity.treatments import BY_NAME
 from tests.support.sensitivities import choose, made, three_layers
 

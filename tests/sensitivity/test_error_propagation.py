@@ -3,7 +3,7 @@
 import pytest
 
 from quantkit.sensitivity.error_propagation import find_gains
-from quantkit.sensitivity.result import Measured
+from quantkit.sensitivity.sensitivity_file import Measured
 from tests.support.sensitivities import layer_with
 
 

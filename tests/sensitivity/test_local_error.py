@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.calibration.moments import Moments
+from quantkit.calibration.moments.moments import Moments
 from quantkit.errors import ArtefactError
 from quantkit.models.layer_plan import dense_reason
 from quantkit.numerics.granularity import PerChannel

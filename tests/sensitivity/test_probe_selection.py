@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from quantkit.recipe.goals import BudgetRecipe
 from quantkit.sensitivity import budget, probe_selection
-from quantkit.sensitivity.result import Measured
+from quantkit.sensitivity.sensitivity_file import Measured
 from tests.support.sensitivities import FP8, layer_with, made, three_layers
 
 

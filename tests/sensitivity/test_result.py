@@ -8,12 +8,17 @@ import yaml
 
 from quantkit.errors import ArtefactError, OutputError, RecipeError
 from quantkit.models.source import open_model
-from quantkit.packing.pack import plan_pack
+from quantkit.packing.pack_model import plan_pack
 from quantkit.progress import silent
 from quantkit.recipe.dump import recipe_text
 from quantkit.recipe.load import load_recipe, parse_recipe
 from quantkit.sensitivity.plot import save_plot
-from quantkit.sensitivity.result import Measured, load_sensitivity, save_sensitivity, to_json
+from quantkit.sensitivity.sensitivity_file import (
+    Measured,
+    load_sensitivity,
+    save_sensitivity,
+    to_json,
+)
 from tests.support.sensitivities import PACKING, choose, three_layers
 
 

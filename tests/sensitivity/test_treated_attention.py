@@ -7,24 +7,24 @@ import torch
 from diffusers import UNet2DConditionModel
 
 import quantkit
-from quantkit.calibration.format_errors import lost_power, rounded_attention
+from quantkit.calibration.statistics.format_errors import lost_power, rounded_attention
 from quantkit.device.backends import Backend, use
 from quantkit.errors import RecipeError
-from quantkit.models.attention import Heads
+from quantkit.models.attention_modules import Heads
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS
 from quantkit.numerics.attention_scales import AttentionScales
-from quantkit.recipe.attention import AttentionRecipe
+from quantkit.recipe.attention_recipe import AttentionRecipe
 from quantkit.recipe.dump import recipe_text
 from quantkit.recipe.load import load_recipe, parse_recipe
 from quantkit.sensitivity.budget import allowed_names
-from quantkit.sensitivity.cost import PeakRates, attention_seconds
-from quantkit.sensitivity.result import (
+from quantkit.sensitivity.sensitivity_file import (
     LayerSensitivity,
     Outcome,
     load_sensitivity,
     save_sensitivity,
 )
 from quantkit.sensitivity.treated_attention import AttentionErrors, rounding
+from quantkit.sensitivity.treatment_cost import PeakRates, attention_seconds
 from quantkit.sensitivity.treatments import ATTENTION_BY_NAME, ATTENTION_TREATMENTS
 from tests.support.artefacts import attention_statistics
 from tests.support.sensitivities import choose, three_layers

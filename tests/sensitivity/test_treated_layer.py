@@ -50,7 +50,7 @@ class Root(nn.Module):
 
 
 def assert_treated_is_packed(dense, x, treatment):
-    from quantkit.numerics.packing import to_rows
+    from quantkit.numerics.packed_2to4 import to_rows
     from quantkit.sensitivity.treated_layer import InputCast
 
     root = Root(dense)

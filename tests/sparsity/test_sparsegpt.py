@@ -9,24 +9,24 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from quantkit.calibration.held_out_rows import HeldRows
-from quantkit.calibration.hessian import HessianIndex, create_hessians
-from quantkit.calibration.moments import Moments
-from quantkit.calibration.smoothing import smooth_factor
-from quantkit.calibration.statistics import per_column
+from quantkit.calibration.moments.held_out_rows import HeldRows
+from quantkit.calibration.moments.moment_files import HessianIndex, create_hessians
+from quantkit.calibration.moments.moments import Moments
+from quantkit.calibration.statistics.layer_statistics import per_column
+from quantkit.calibration.statistics.smoothing import smooth_factor
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
-from quantkit.cli.pack import pack as pack_command
-from quantkit.cli.recover import recover as recover_command
-from quantkit.cli.sparsify import sparsify as command
+from quantkit.cli.pack_command import pack as pack_command
+from quantkit.cli.recover_command import recover as recover_command
+from quantkit.cli.sparsify_command import sparsify as command
 from quantkit.errors import ArtefactError, InputError, NonFiniteError, OutputError, RecipeError
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.masks import METHODS, TWO_OF_FOUR, choose_mask
 from quantkit.numerics.obs import factorize, falling_power, output_error
-from quantkit.numerics.packing import from_rows, to_rows
+from quantkit.numerics.packed_2to4 import from_rows, to_rows
 from quantkit.packing.gptq import Rounding
-from quantkit.packing.pack import pack
+from quantkit.packing.pack_model import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.recovery.obs_update import UpdatedTensors

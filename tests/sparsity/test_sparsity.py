@@ -9,13 +9,17 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration.statistics import Calibration, CalibrationProvenance, save_calibration
-from quantkit.cli.sparsify import sparsify as sparsify_command
+from quantkit.calibration.statistics.layer_statistics import (
+    Calibration,
+    CalibrationProvenance,
+    save_calibration,
+)
+from quantkit.cli.sparsify_command import sparsify as sparsify_command
 from quantkit.errors import ArtefactError, NonFiniteError, OutputError, RecipeError, ShapeError
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.masks import MASKS, Pattern
-from quantkit.numerics.packing import to_rows
+from quantkit.numerics.packed_2to4 import to_rows
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import SparsityRecipe

@@ -7,23 +7,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.calibration.hessian import HessianIndex, create_hessians, load_hessians
-from quantkit.calibration.resume import PartialFile, PartialSums
-from quantkit.calibration.sampling import SAMPLE_ROWS
-from quantkit.calibration.statistics import (
+from quantkit.calibration.moments.moment_files import HessianIndex, create_hessians, load_hessians
+from quantkit.calibration.observing.calibration_resume import PartialFile, PartialSums
+from quantkit.calibration.statistics.layer_statistics import (
     Calibration,
     CalibrationProvenance,
     LayerStatistics,
     load_calibration,
     save_calibration,
 )
+from quantkit.calibration.statistics.sampling import SAMPLE_ROWS
 from quantkit.device.aot.manifest import Manifest, read_manifest, write_manifest
 from quantkit.errors import ArtefactError, InputError
 from quantkit.numerics.histogram import BINS
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.pipelines.processes import ALONE
 from quantkit.recipe.load import load_recipe
-from quantkit.sensitivity import result
+from quantkit.sensitivity import sensitivity_file
 from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, load_masks, save_masks
 from quantkit.storage.artefact import read_artefact, write_artefact
 from tests.support.artefacts import attention_statistics, attention_sums, sums
@@ -218,17 +218,19 @@ def test_names_that_are_none(tmp_path, make, kind, name):
 
 
 def sensitivity(path):
-    provenance = result.SensitivityProvenance(
+    provenance = sensitivity_file.SensitivityProvenance(
         "m", "0", "0", 0, "0", 20, None, 0, "card", {"quantkit": "0"}
     )
-    outcomes = {name: result.Outcome(0.1, 8, 0.1) for name in ("16-bit", "e4m3fn-token")}
-    layer = result.LayerSensitivity(
-        "a", "linear", (16, 16), "0", 2.0, outcomes, result.Measured("e4m3fn-token", 0.1)
+    outcomes = {name: sensitivity_file.Outcome(0.1, 8, 0.1) for name in ("16-bit", "e4m3fn-token")}
+    layer = sensitivity_file.LayerSensitivity(
+        "a", "linear", (16, 16), "0", 2.0, outcomes, sensitivity_file.Measured("e4m3fn-token", 0.1)
     )
     recipe = load_recipe("fp8")
-    found = result.Sensitivity("unet", "unet", (layer,), (1.0,), 9, recipe, provenance, ("n",))
-    result.save_sensitivity(found, path, force=True)
-    return lambda: result.load_sensitivity(path)
+    found = sensitivity_file.Sensitivity(
+        "unet", "unet", (layer,), (1.0,), 9, recipe, provenance, ("n",)
+    )
+    sensitivity_file.save_sensitivity(found, path, force=True)
+    return lambda: sensitivity_file.load_sensitivity(path)
 
 
 def hessians(path):

@@ -27,7 +27,7 @@ MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog")
 SCRIPT = """
 import sys
 import importlib, os, pkgutil, signal
-import torch, diffusers.quantizers, transformers.quantizers, quantkit.eval.evaluation
+import torch, diffusers.quantizers, transformers.quantizers, quantkit.eval.judging.evaluation
 from transformers import CLIPTextModel; from diffusers import StableDiffusionPipeline
 for name in {modules}: sys.modules[name] = None
 for module, names in {hidden}.items():

@@ -2,11 +2,11 @@
 
 import threading
 
-from quantkit.storage import threads
+from quantkit.storage import parallel_checks
 
 
 def test_results_come_in_the_order_of_the_items(monkeypatch):
-    monkeypatch.setattr(threads, "cores", lambda: 2)
+    monkeypatch.setattr(parallel_checks, "cores", lambda: 2)
     gates = [threading.Event() for _ in range(2)]
 
     def work(item):
@@ -17,11 +17,11 @@ def test_results_come_in_the_order_of_the_items(monkeypatch):
             gates[1].set()
         return item * 10
 
-    assert list(threads.in_threads(work, range(20))) == [item * 10 for item in range(20)]
+    assert list(parallel_checks.in_threads(work, range(20))) == [item * 10 for item in range(20)]
 
 
 def test_what_is_not_asked_for_is_given_up(monkeypatch):
-    monkeypatch.setattr(threads, "cores", lambda: 1)
+    monkeypatch.setattr(parallel_checks, "cores", lambda: 1)
     done = []
     first, release = threading.Event(), threading.Event()
 
@@ -32,7 +32,7 @@ def test_what_is_not_asked_for_is_given_up(monkeypatch):
             assert release.wait(10)
         return item
 
-    found = threads.in_threads(work, range(100))
+    found = parallel_checks.in_threads(work, range(100))
     assert next(found) == 0
     assert first.wait(10)
     threading.Timer(0.05, release.set).start()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.calibration.statistics import Calibration, save_calibration
+from quantkit.calibration.statistics.layer_statistics import Calibration, save_calibration
 from quantkit.errors import ArtefactError, ModelError
 from quantkit.storage.artefact import read_artefact
 from quantkit.storage.tensorfile import read_header

@@ -13,7 +13,7 @@ from quantkit.errors import OutputError
 from quantkit.recipe.load import load_recipe
 from quantkit.sensitivity.plot import SUFFIXES, save_plot
 from quantkit.sensitivity.recipe_writer import save_recipe
-from quantkit.sensitivity.result import save_sensitivity
+from quantkit.sensitivity.sensitivity_file import save_sensitivity
 from quantkit.storage.artefact import write_artefact
 from quantkit.storage.files import staged_file
 from quantkit.storage.places import check_file

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from quantkit.inference.layers import iterate_packed
+from quantkit.inference.layers.layer_summary import iterate_packed
 
 RANK = 4
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from quantkit.calibration.attention_accumulators import attention_statistics_of
-from quantkit.calibration.moving_average import RATE
-from quantkit.calibration.sampling import SAMPLE_ROWS
-from quantkit.calibration.statistics import CalibrationProvenance, LayerStatistics
+from quantkit.calibration.observing.attention_accumulators import attention_statistics_of
+from quantkit.calibration.statistics.layer_statistics import CalibrationProvenance, LayerStatistics
+from quantkit.calibration.statistics.moving_average import RATE
+from quantkit.calibration.statistics.sampling import SAMPLE_ROWS
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS
 from quantkit.numerics.histogram import BINS
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit.device.ops.table import OPS, attention_for
-from quantkit.numerics.attention import AttentionCodes, attention_codes
+from quantkit.numerics.attention_factors import AttentionCodes, attention_codes
 
 #: queries, keys: one of each, tails of every tile, whole ones, cross attention
 SIZES = ((1, 1), (37, 101), (5, 77), (33, 64), (130, 65), (16, 32), (257, 128))

@@ -11,19 +11,19 @@ from unittest import mock
 import numpy as np
 import pytest
 from PIL import Image
-from quantkit.eval import embedding
-from quantkit.eval.backbones import Backbones
-from quantkit.eval.comparison import compare
-from quantkit.eval.course import CourseFacts, CoursePage
-from quantkit.eval.embedding import Pictures
-from quantkit.eval.generation import GenerationSettings
-from quantkit.eval.images_page import write_images_page
-from quantkit.eval.live import LiveFacts, open_live, unwatched
-from quantkit.eval.methods import Method, write_methods
-from quantkit.eval.report import save_pairs, write_report
+from quantkit.eval.measuring import embedding
+from quantkit.eval.measuring.backbones import Backbones
+from quantkit.eval.measuring.comparison import compare
+from quantkit.eval.measuring.embedding import Pictures
+from quantkit.eval.measuring.generation import GenerationSettings
+from quantkit.eval.pages.course import CourseFacts, CoursePage
+from quantkit.eval.pages.images_page import write_images_page
+from quantkit.eval.pages.live import LiveFacts, open_live, unwatched
+from quantkit.eval.pages.methods_table import Method, write_methods
+from quantkit.eval.pages.report import save_pairs, write_report
 
+from quantkit.recovery.distill.distillation import Look
 from quantkit.recovery.distill.early_stopping import TrainingProgress
-from quantkit.recovery.distill.recover import Look
 from quantkit.recovery.distill.validation import compare_pictures
 from tests.support.reports import made, made_report
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
-from quantkit.eval.comparison import ClipScores, Comparison, Score
-from quantkit.eval.metrics import METRICS
-from quantkit.eval.statistics import (
+from quantkit.eval.measuring.comparison import ClipScores, Comparison, Score
+from quantkit.eval.measuring.metrics import METRICS
+from quantkit.eval.measuring.sample_statistics import (
     bootstrap_loss,
     relative_loss,
     summarize,

@@ -8,7 +8,7 @@ from quantkit.device.geometry import tiles
 from quantkit.device.ops.conv import integers
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.table import OPS
-from quantkit.numerics.windows import ConvShape, Windows
+from quantkit.numerics.conv_windows import ConvShape, Windows
 from tests.support.kernel_cases import DTYPES, codes, gemm_case, launch, magnitudes, referred
 
 SAME = Windows((3, 3), padding=(1, 1, 1, 1))

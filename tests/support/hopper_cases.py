@@ -11,7 +11,7 @@ from quantkit.device.hopper.gemm import ARCHITECTURE, Family, HopperKernel, Sums
 from quantkit.device.ops.products import decode_int4
 from quantkit.numerics.formats import find_format
 from quantkit.numerics.nibbles import GROUP, MAX_FACTOR
-from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
+from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES, unpack_two_of_four
 from quantkit.resources import kernel_sources
 from tests.support.kernel_cases import need
 

@@ -47,7 +47,7 @@ def make(pipeline, folder):
 
 def judge(pipeline, folder, others):
     """Run the command as a user does."""
-    from quantkit.cli.evaluate import evaluate as command
+    from quantkit.cli.evaluate_command import evaluate as command
 
     line = ["compare", pipeline, folder / "sdnq", *others, "-o", folder / "out"]
     line += ["--prompts", folder / "prompts.txt", "--steps", STEPS, "--without", "lpips"]

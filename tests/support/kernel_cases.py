@@ -19,7 +19,7 @@ from quantkit.device.ops.table import OPS
 from quantkit.device.tiles import variants_for
 from quantkit.errors import CompilerMissingError
 from quantkit.numerics.formats import FORMATS
-from quantkit.numerics.packing import LEGAL_NIBBLES
+from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES
 from quantkit.numerics.scales import decode
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from quantkit.checkpoint.spec import PACKED_PARTS
-from quantkit.inference.packed_layer import PackedLayer
+from quantkit.inference.layers.packed_layer import PackedLayer
 from quantkit.numerics.formats import E4M3FN, E5M2
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR

@@ -7,11 +7,11 @@ import scipy.signal
 import scipy.stats
 import torch
 
-from quantkit.calibration.hooks import Collector
-from quantkit.calibration.moving_average import RATE
-from quantkit.calibration.sampling import SAMPLE_ROWS
-from quantkit.calibration.statistics import LayerStatistics
-from quantkit.models.layers import Layer
+from quantkit.calibration.observing.hooks import Collector
+from quantkit.calibration.statistics.layer_statistics import LayerStatistics
+from quantkit.calibration.statistics.moving_average import RATE
+from quantkit.calibration.statistics.sampling import SAMPLE_ROWS
+from quantkit.models.component_layers import Layer
 from quantkit.numerics.histogram import count_bins
 from quantkit.pipelines.batches import GrowingBatches
 from quantkit.recipe.load import load_recipe

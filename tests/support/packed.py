@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from quantkit.checkpoint.filelist import write_file_list
 from quantkit.checkpoint.metadata import METADATA_KEY, LayerRecord, ShardMetadata
 from quantkit.checkpoint.spec import make_config
-from quantkit.inference.modules import pack_module
+from quantkit.inference.layers.modules import pack_module
 from quantkit.numerics.block_scales import choose_block_scales
 from quantkit.numerics.masks import choose_mask
 from quantkit.numerics.nibbles import GROUP, amax_factors, pack_nibbles
-from quantkit.numerics.packing import pack_two_of_four, to_rows
+from quantkit.numerics.packed_2to4 import pack_two_of_four, to_rows
 from quantkit.numerics.scales import amax_scale, quantize
 from quantkit.numerics.scheme import Activation
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.filelist import MADE
 from quantkit.models.source import open_model
-from quantkit.packing.pack import pack
+from quantkit.packing.pack_model import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from tests.support.packed import digest, relist

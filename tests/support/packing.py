@@ -6,20 +6,20 @@ from dataclasses import replace
 import torch
 from safetensors.torch import save_file
 
-from quantkit.calibration.sampling import SAMPLE_ROWS
-from quantkit.calibration.statistics import (
+from quantkit.calibration.statistics.layer_statistics import (
     Calibration,
     CalibrationProvenance,
     LayerStatistics,
     per_column,
 )
+from quantkit.calibration.statistics.sampling import SAMPLE_ROWS
 from quantkit.device.host.hashing import run_together
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.models.source import open_model
 from quantkit.numerics.histogram import BINS
 from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
-from quantkit.numerics.packing import pack_two_of_four, to_rows
-from quantkit.packing.pack import pack
+from quantkit.numerics.packed_2to4 import pack_two_of_four, to_rows
+from quantkit.packing.pack_model import pack
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.digest import sha256_of

@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
-from quantkit.eval.backbones import Backbones, ClipBackbone, LpipsBackbone
-from quantkit.eval.demo.world.alexnet import FeatureNetwork, Stage, perceptual_distance
-from quantkit.eval.images import Pairs, save_png
-from quantkit.eval.metrics import METRICS, Needs
+from quantkit.eval.measuring.backbones import Backbones, ClipBackbone, LpipsBackbone
+from quantkit.eval.measuring.metrics import METRICS, Needs
+from quantkit.eval.measuring.pictures import Pairs, save_png
+from quantkit.eval.world.alexnet import FeatureNetwork, Stage, perceptual_distance
 
 CPU = torch.device("cpu")
 

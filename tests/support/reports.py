@@ -3,13 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from quantkit.eval.backbones import Backbones
-from quantkit.eval.comparison import compare
-from quantkit.eval.gates import Compression, Limits, judge
-from quantkit.eval.images import Pairs
-from quantkit.eval.noise_floor import Floor, measure_gaps
-from quantkit.eval.range_map import RangeMap, RangeRow
-from quantkit.eval.result import (
+from quantkit.eval.judging.evaluation_result import (
     GenerationFacts,
     KernelCalls,
     Kernels,
@@ -19,7 +13,13 @@ from quantkit.eval.result import (
     Report,
     Timesteps,
 )
-from quantkit.eval.step_errors import StepErrors
+from quantkit.eval.judging.gates import Compression, Limits, judge
+from quantkit.eval.judging.noise_floor import Floor, measure_gaps
+from quantkit.eval.measuring.backbones import Backbones
+from quantkit.eval.measuring.comparison import compare
+from quantkit.eval.measuring.pictures import Pairs
+from quantkit.eval.measuring.range_map import RangeMap, RangeRow
+from quantkit.eval.measuring.step_errors import StepErrors
 
 NASTY = "a <script>alert(1)</script> | \"quoted\" & 'said' ball"
 

@@ -2,11 +2,11 @@
 
 import torch
 
-from quantkit.models.layers import list_layers
+from quantkit.models.component_layers import list_layers
 from quantkit.recipe.goals import BudgetRecipe
 from quantkit.recipe.load import load_recipe
 from quantkit.sensitivity import selection
-from quantkit.sensitivity.result import (
+from quantkit.sensitivity.sensitivity_file import (
     LayerSensitivity,
     Outcome,
     Sensitivity,

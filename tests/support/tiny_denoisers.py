@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from quantkit.bench.denoiser_inputs import first_tensor, make_inputs
+from quantkit.bench.models.denoiser_inputs import first_tensor, make_inputs
 from tests.support.denoiser_classes import Row
 
 

@@ -9,15 +9,15 @@ import torch
 from click.testing import CliRunner
 
 import quantkit
-from quantkit.checkpoint.attention import HeadShape, PackedAttention
-from quantkit.cli.doctor import doctor
-from quantkit.cli.inspect import inspect
+from quantkit.checkpoint.packed_attention import HeadShape, PackedAttention
+from quantkit.cli.doctor_command import doctor
+from quantkit.cli.inspect_command import inspect
 from quantkit.device import choosing, compilers
 from quantkit.device.archs import ARCHS, OneLaunch
 from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import Choice
 from quantkit.device.survey import OpChoice
-from quantkit.inference.attention_choices import attention_choices
+from quantkit.inference.attention.attention_choices import attention_choices
 from quantkit.recipe.load import parse_recipe
 from quantkit.workflow.inspect import require_packed
 from tests.support.denoiser_classes import ROWS
@@ -103,7 +103,7 @@ def test_where_kernels_run_on_request_attention_is_torchs(packed, monkeypatch):
     with use(Backend.GPU):
         assert not choosing.why_on_request("attention_fp8", cuda)
     monkeypatch.setattr(
-        "quantkit.inference.attention_choices.why_on_request", lambda op, device: why
+        "quantkit.inference.attention.attention_choices.why_on_request", lambda op, device: why
     )
     modules = attention_choices(require_packed(packed / "packed"), CPU)
     assert {(m.backend, m.reason) for m in modules if m.format} == {("torch", why)}
@@ -147,7 +147,7 @@ def test_doctor_says_from_how_many_keys_streams_are_on_codes(
     packed = require_packed(tmp_path / "packed")
     (component,) = packed.components
     modules = [c.module for c in attention_choices(packed, CPU) if c.format]
-    where = "quantkit.inference.attention_choices"
+    where = "quantkit.inference.attention.attention_choices"
     monkeypatch.setattr(f"{where}.why_on_request", lambda op, device: "slower")
     monkeypatch.setattr(
         f"{where}.least_keys",

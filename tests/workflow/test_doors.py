@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.reader import open_packed
 from quantkit.cli import quantkit
-from quantkit.inference.layers import iterate_packed
+from quantkit.inference.layers.layer_summary import iterate_packed
 from quantkit.workflow import single_file
 from tests.support import checkpoints, comfyui, pipelines
 from tests.support.adapters import branches

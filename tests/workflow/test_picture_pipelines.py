@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from quantkit.eval.demo import run as demo_run
+from quantkit.eval.demo import demo_run
 
 import quantkit
 from quantkit.errors import ModelError
 from quantkit.sensitivity import analyse
-from quantkit.sensitivity.result import load_sensitivity
+from quantkit.sensitivity.sensitivity_file import load_sensitivity
 from quantkit.workflow import run as running
 from quantkit.workflow.demo import make_demo
 from tests.support.picture_pipelines import (

@@ -1,7 +1,7 @@
 """A recipe's gates: what they say counts, and what they leave out is as 'eval report' has it."""
 
 import pytest
-from quantkit.eval.gates import Limits
+from quantkit.eval.judging.gates import Limits
 
 from quantkit.errors import RecipeError
 from quantkit.recipe.load import parse_recipe

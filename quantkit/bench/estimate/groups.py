@@ -1,6 +1,6 @@
 """The groups that kernels are in."""
 
-from quantkit.bench.profiling import IDLE
+from quantkit.bench.models.profiling import IDLE
 
 PRODUCTS, ATTENTION, NORMS, SMALL = "products", "attention", "norms", "elementwise and copies"
 LAUNCHES = "launches"

@@ -17,7 +17,7 @@ from quantkit.device.ops.activations import ACTIVATIONS
 from quantkit.device.ops.op import Op, Sizes, Variant
 from quantkit.device.ops.residual import SUFFIX
 from quantkit.device.tiles import choose_tile
-from quantkit.numerics.windows import ConvShape
+from quantkit.numerics.conv_windows import ConvShape
 
 
 def choose_kernel(

@@ -12,7 +12,7 @@ from quantkit.device.hopper.tensormap import TensorMap
 from quantkit.device.ops.conv import why_refused
 from quantkit.device.ops.op import Op, Sizes, Variant
 from quantkit.errors import KernelError
-from quantkit.numerics.windows import ConvShape
+from quantkit.numerics.conv_windows import ConvShape
 
 #: One compile of one source: symbol, source, defines, operation and name say which.
 Kernel = Variant | HopperKernel | HopperAttention

@@ -23,7 +23,7 @@ from quantkit.device.gpu.kernel import Kernel
 from quantkit.device.ops.op import Op, Variant
 from quantkit.device.ops.table import find_op
 from quantkit.errors import KernelError
-from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
+from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES, unpack_two_of_four
 
 #: The codes of 0 to 3 and their negatives in e4m3fn. Sums stay below 2048, where float16 is exact.
 _CODES = (0x00, 0x38, 0x40, 0x44, 0xB8, 0xC0, 0xC4)

@@ -25,7 +25,7 @@ from quantkit.device.hopper.gemm import (
 )
 from quantkit.device.hopper.tensormap import ITEM_BYTES, TensorMap
 from quantkit.errors import KernelError
-from quantkit.numerics.windows import ConvShape
+from quantkit.numerics.conv_windows import ConvShape
 
 #: Widths of a tile in pixels, the best first where several need as many tiles.
 _WIDTHS = (32, 64, 128, 256, 16, 8)

@@ -22,7 +22,7 @@ from quantkit.device.ops.op import (
 )
 from quantkit.device.ops.products import IO, M, N, format_axis
 from quantkit.errors import KernelError, ShapeError
-from quantkit.numerics.attention import (
+from quantkit.numerics.attention_factors import (
     COLUMNS,
     KEYS,
     RUN,

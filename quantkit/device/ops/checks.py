@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError, ShapeError
-from quantkit.numerics.windows import ConvShape, Windows
+from quantkit.numerics.conv_windows import ConvShape, Windows
 
 #: What the kernels read and write beside codes, by the word for it in a variant's name.
 IO_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}

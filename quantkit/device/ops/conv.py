@@ -37,7 +37,7 @@ from quantkit.device.ops.products import (
     with_sparse,
 )
 from quantkit.device.ops.residual import SUFFIX, with_residual
-from quantkit.numerics.windows import ConvShape, Windows
+from quantkit.numerics.conv_windows import ConvShape, Windows
 
 # As kernels/include/picture.h has them.
 _LEAST_CHANNELS, _MOST_TAPS = 64, 32

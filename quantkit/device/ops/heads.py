@@ -34,7 +34,7 @@ from quantkit.device.ops.streams import (
     value_codes_fp8,
 )
 from quantkit.errors import KernelError, ShapeError
-from quantkit.numerics.attention import COLUMNS, KEYS, RUN, padded
+from quantkit.numerics.attention_factors import COLUMNS, KEYS, RUN, padded
 from quantkit.numerics.attention_limits import LARGEST_HEAD, takes_heads
 from quantkit.numerics.formats import E4M3FN, INT8
 

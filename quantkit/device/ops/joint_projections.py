@@ -35,7 +35,7 @@ from quantkit.device.ops.projections import (
 )
 from quantkit.device.ops.streams import ALIGNED
 from quantkit.errors import ShapeError
-from quantkit.numerics.attention import RUN, padded
+from quantkit.numerics.attention_factors import RUN, padded
 
 
 def project_heads(

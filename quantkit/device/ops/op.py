@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.device.geometry import Geometry, geometry_of, has_tile, macros
-from quantkit.numerics.windows import ConvShape
+from quantkit.numerics.conv_windows import ConvShape
 
 #: What a kernel reads, in launch order.
 Operands = tuple[Tensor | None, ...]

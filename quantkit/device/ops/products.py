@@ -11,7 +11,7 @@ from quantkit.device.ops.checks import IO_DTYPES, Weights, given
 from quantkit.device.ops.op import Argument, Axis, Budget, Op, Variant
 from quantkit.numerics.formats import FORMATS, INT4, INT8, find_format
 from quantkit.numerics.nibbles import GROUP, MAX_FACTOR, integer_codes
-from quantkit.numerics.packing import LEGAL_NIBBLES, unpack_two_of_four
+from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES, unpack_two_of_four
 from quantkit.numerics.scales import decode
 
 #: Float formats that kernels read.

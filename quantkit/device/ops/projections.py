@@ -40,7 +40,7 @@ from quantkit.device.ops.products import (
 )
 from quantkit.device.ops.streams import ALIGNED
 from quantkit.errors import ShapeError
-from quantkit.numerics.attention import COLUMNS, RUN, padded
+from quantkit.numerics.attention_factors import COLUMNS, RUN, padded
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.scales import cast
 

@@ -31,7 +31,7 @@ from quantkit.device.ops.stream_operands import (
 )
 from quantkit.device.ops.streams import ALIGNED, head_codes_fp8, lanes_of, value_codes_fp8
 from quantkit.errors import ShapeError
-from quantkit.numerics.attention import COLUMNS, RUN, padded
+from quantkit.numerics.attention_factors import COLUMNS, RUN, padded
 from quantkit.numerics.formats import E4M3FN
 
 

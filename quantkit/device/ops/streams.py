@@ -2,7 +2,7 @@
 
 The streams of joint attention lie behind each other along the tokens: ``first``, then ``second``.
 Heads lie side by side in a row of a stream, from a column on that the call names, so that fused
-projections need no copies. What the codes are stands in ``quantkit.numerics.attention``.
+projections need no copies. What the codes are stands in ``quantkit.numerics.attention_factors``.
 """
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.device.ops.checks import given
-from quantkit.numerics.attention import COLUMNS, e4m3fn_codes, int8_codes, padded, value_codes
+from quantkit.numerics.attention_factors import (
+    COLUMNS,
+    e4m3fn_codes,
+    int8_codes,
+    padded,
+    value_codes,
+)
 from quantkit.numerics.formats import E4M3FN
 
 #: Values that a kernel loads at a time.

@@ -1,0 +1,1 @@
+"""Noise floors, gates, the verdict, and the evaluation as one value."""

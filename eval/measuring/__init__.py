@@ -1,0 +1,1 @@
+"""Pictures, metrics, and comparisons of pairs."""

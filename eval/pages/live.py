@@ -1,0 +1,220 @@
+"""The page of an evaluation that still runs: its pictures so far, written anew as more come."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import time
+from typing import Any
+
+from quantkit.eval.judging.noise_floor import picture_names
+from quantkit.eval.measuring.backbones import Backbones
+from quantkit.eval.measuring.comparison import Comparison, compare, join
+from quantkit.eval.measuring.embedding import Pictures, Store
+from quantkit.eval.measuring.generation import GenerationSettings
+from quantkit.eval.measuring.number_format import show
+from quantkit.eval.measuring.pairs import PairView
+from quantkit.eval.measuring.pictures import Pairs, Pixels, save_png
+from quantkit.eval.pages.rendering import render
+from quantkit.eval.pages.report import KIND, picture_values
+from quantkit.eval.pages.tiles import Tile, comparison_tiles
+
+from quantkit._version import __version__
+from quantkit.progress import Progress
+from quantkit.storage.files import mark_directory, rewritten_file, staged_directory
+
+#: Seconds after which a page that is open loads itself again.
+RELOAD_SECONDS = 3
+_PAGE = "report.html"
+
+
+@dataclass(frozen=True)
+class SoFar:
+    """How far an evaluation is, and the worst pair that it has seen."""
+
+    done: int
+    total: int
+    name: str
+    ssim: float
+    #: the pair's files
+    original: Path
+    packed: Path
+    #: another pair was the worst when this was told last
+    new: bool
+
+    @property
+    def words(self) -> str:
+        """All of it in a line."""
+        worst = f"worst pair, {self.name}: SSIM {show(self.ssim)}"
+        return f"{self.done} of {self.total} pictures so far; {worst}"
+
+
+#: Told after every few pictures of the packed pipeline.
+Watcher = Callable[[SoFar], None]
+
+
+def unwatched(found: SoFar) -> None:
+    """Watch nothing: the page alone fills."""
+    del found
+
+
+@dataclass(frozen=True)
+class LiveFacts:
+    """What a page says that does not change while its evaluation runs."""
+
+    title: str
+    settings: GenerationSettings
+    commands: tuple[str, ...]
+
+
+class LivePage:
+    """A folder with report.html and images/, which the finished report replaces."""
+
+    def __init__(self, folder: Path, facts: LiveFacts, watch: Watcher) -> None:
+        """Begin with no pictures.
+
+        Args:
+            folder: exists, and is quantkit's own.
+            facts: of the evaluation.
+            watch: told of the worst pair.
+        """
+        self._folder, self._facts, self._watch = folder, facts, watch
+        self._names = picture_names(len(facts.settings.prompts))
+        self._originals: list[Pixels] = []
+        self._packed: list[Pixels] = []
+        self._measured: list[Comparison] = []
+        self._worst: str | None = None
+        self._step = "loading"
+
+    def original(self, start: int, pictures: Sequence[Pixels]) -> None:
+        """Take pictures of the original."""
+        self._save("original", start, pictures)
+        self._originals += pictures
+        self.write()
+
+    def packed(self, start: int, pictures: Sequence[Pixels]) -> None:
+        """Take pictures of the packed pipeline, and measure them."""
+        self._save("packed", start, pictures)
+        self._packed += pictures
+        self._measured.append(compare(self._pairs(start), Backbones()))
+        self.write()
+        self._watch(self._so_far())
+
+    def under(self, progress: Progress) -> Progress:
+        """Return a progress that the page follows: it names the step that is in work."""
+
+        def report(step: str, done: int, total: int) -> None:
+            progress(step, done, total)
+            if step != self._step:
+                self._step = step
+                self.write()
+
+        return report
+
+    def write(self, ended: str = "") -> None:
+        """Write the page as it stands, in one step.
+
+        Args:
+            ended: why nothing more will come; empty: it goes on.
+        """
+        page = render("live.html.j2", self._values(ended))
+        with rewritten_file(self._folder / _PAGE) as stage:
+            stage.write_text(page, encoding="utf-8")
+
+    def _save(self, side: str, start: int, pictures: Sequence[Pixels]) -> None:
+        for name, picture in zip(self._names[start:], pictures, strict=False):
+            save_png(picture, self._folder / "images" / side / f"{name}.png")
+
+    def _pairs(self, start: int) -> Pairs:
+        """Return the pairs from ``start`` on that are there."""
+        chosen = slice(start, len(self._packed))
+        return Pairs(
+            self._names[chosen], tuple(self._originals[chosen]), tuple(self._packed[chosen]),
+            self._facts.settings.prompts[chosen],
+        )  # fmt: skip
+
+    def _so_far(self) -> SoFar:
+        comparison = join(self._measured)
+        worst = comparison.worst_first()[0]
+        name = comparison.names[worst]
+        self._worst, new = name, name != self._worst
+        original, packed = (
+            self._folder / "images" / side / f"{name}.png" for side in ("original", "packed")
+        )
+        ssim = comparison.scores["ssim"].values[worst]
+        return SoFar(len(comparison.names), len(self._names), name, ssim, original, packed, new)
+
+    def _values(self, ended: str) -> dict[str, Any]:
+        settings, done = self._facts.settings, len(self._packed)
+        waiting = range(done, len(self._originals))
+        return {
+            "title": self._facts.title,
+            "lines": self._facts.commands,
+            "done": done,
+            "total": len(self._names),
+            "ended": ended,
+            "step": self._step,
+            "tiles": self._tiles(),
+            "reload": RELOAD_SECONDS,
+            "written": round(1000 * time()),
+            "version": __version__,
+            "steps": settings.steps,
+            "waiting": [
+                (self._names[i], settings.prompts[i], self._originals[i].shape) for i in waiting
+            ],
+            **self._picture_values(),
+        }
+
+    def _tiles(self) -> tuple[Tile, ...]:
+        total = len(self._names)
+        first = Tile(
+            "Pictures",
+            f"{len(self._packed)} of {total}",
+            (f"of the original {len(self._originals)} of {total}",),
+        )
+        return (first, *comparison_tiles(join(self._measured))[1:]) if self._measured else (first,)
+
+    def _picture_values(self) -> dict[str, Any]:
+        if not self._measured:
+            return {"groups": (), "pairs": [], "sort_keys": (), "store": Store(), "gain": 1}
+        comparison = join(self._measured)
+        # The files themselves: nothing is encoded again for every page.
+        view = PairView(self._pairs(0), comparison, self._facts.settings.seeds, Pictures.BESIDE)
+        return picture_values(view, Store(), comparison.worst_first())
+
+
+@contextmanager
+def open_live(folder: Path, facts: LiveFacts, *, force: bool, watch: Watcher) -> Iterator[LivePage]:
+    """Yield a page that is there until the body writes its report over it.
+
+    A body that fails leaves the page with the pictures so far, and it says why they are all.
+
+    Args:
+        folder: of the report, made here.
+        facts: of the evaluation.
+        force: replace a report that exists.
+        watch: told of the worst pair.
+
+    Raises:
+        OutputError: the folder exists without ``force``, or cannot be written.
+    """
+    names = [f"{name}.png" for name in picture_names(len(facts.settings.prompts))]
+    later = [f"images/{side}/{name}" for side in ("original", "packed") for name in names]
+    # Listed now: a process that is killed leaves a folder that is known for quantkit's.
+    with staged_directory(folder, kind=KIND, force=force, later=[*later, _PAGE]):
+        pass
+    page = LivePage(folder, facts, watch)
+    page.write()
+    try:
+        yield page
+    except BaseException as error:
+        page.write(ended=reason_of(error))
+        mark_directory(folder, kind=KIND)
+        raise
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in words what ended an evaluation."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return f"ended by an error: {error}" if str(error) else "ended by an error"

@@ -1,0 +1,1 @@
+"""Second moments of the inputs of layers."""

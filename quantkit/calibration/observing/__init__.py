@@ -1,0 +1,1 @@
+"""Hooks on a running pipeline, and the sums that they add to."""

@@ -1,0 +1,1 @@
+"""Statistics of layers: sums, their file, merging, and scales from them."""

@@ -1,0 +1,106 @@
+"""``quantkit doctor``: what this machine has, and what would run each operation or layer."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from quantkit.cli import options
+from quantkit.cli.console import echo, print_json, print_table
+
+if TYPE_CHECKING:
+    from quantkit.device.survey import Gpu, OpChoice, Survey
+    from quantkit.inference.attention.attention_choices import AttentionChoice
+    from quantkit.inference.layers.layer_choices import LayerChoice
+
+
+@click.command()
+@click.argument("packed", required=False, type=options.PATH, callback=options.directory)
+@options.device
+@click.option("--strict", is_flag=True, help="End with 1 unless a GPU runs quantkit's kernels.")
+@options.quiet
+@options.as_json
+def doctor(packed: Path | None, device: str, strict: bool, quiet: bool, as_json: bool) -> None:
+    """Show devices, compilers and caches, and which back end would run each operation and why.
+
+    The first line says which GPU runs quantkit's kernels, or why none does. With PACKED, also
+    which back end each of its packed layers would use, which attention modules run on 8-bit codes,
+    and why others keep their processors.
+    """
+    from quantkit.workflow.doctor import examine
+
+    del quiet  # Read where tables are printed.
+    found = examine(packed, device=device)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _print_survey(found.survey)
+        if packed is not None:
+            _print_layers(packed, found.layers)
+            _print_attention(packed, found.attention)
+    if strict and not found.survey.headline.fine:
+        sys.exit(1)
+
+
+def _print_survey(found: "Survey") -> None:
+    echo(found.headline.text)
+    echo(f"torch {found.torch_version}")
+    for device in found.devices:
+        echo(device)
+    for gpu in found.gpus:
+        _print_gpu(gpu)
+    used, limit = found.cache_bytes / 2**20, found.cache_limit / 2**20
+    echo(f"kernel cache: {found.cache} ({used:.1f} of {limit:.0f} MiB)")
+    tools = [(t.name, t.needed_for, t.found or f"missing: {t.problem}") for t in found.tools]
+    print_table("Compilers", ("tool", "needed for", "found"), tools)
+    rows = [(o.op, o.device, *_says(o)) for o in found.operations]
+    print_table("Operations", ("operation", "device", "back end", "why"), rows)
+
+
+def _print_gpu(gpu: "Gpu") -> None:
+    echo(f"{gpu.device}: {gpu.name}, {gpu.architecture}, {gpu.memory_gib:.0f} GiB")
+    if gpu.driver:
+        echo(f"  kernels: {gpu.kernels}; {gpu.driver}; {gpu.compiler}")
+        echo(f"  objects: {gpu.cached_objects} cached in {gpu.cache or 'no folder'}")
+    for folder in gpu.prebuilt:
+        echo(f"  prebuilt: {folder}")
+    passed = f"passed in {gpu.self_test_seconds:.2f} s"
+    echo(f"  self-test: {gpu.problem or passed}")
+
+
+def _says(choice: "OpChoice") -> tuple[str, str]:
+    return choice.backend, choice.choice.reason or "a kernel runs"
+
+
+def _print_layers(packed: Path, layers: "tuple[LayerChoice, ...]") -> None:
+    kernels = sum(layer.runs_on_kernel for layer in layers)
+    rows = [
+        (_joined(layer.component, layer.layer), layer.op, layer.backend, layer.reason)
+        for layer in layers
+    ]
+    print_table(str(packed), ("layer", "operation", "back end", "why"), rows)
+    echo(f"{kernels} of {len(layers)} packed layers run on a kernel")
+
+
+def _print_attention(packed: Path, modules: "tuple[AttentionChoice, ...]") -> None:
+    if not modules:
+        echo("attention is torch's, in 16 bit: the checkpoint asks for no codes")
+        return
+    kernels = sum(module.runs_on_kernel for module in modules)
+    rows = [
+        (
+            _joined(m.component, m.module),
+            m.format or "16 bit",
+            m.backend,
+            m.reason or "a kernel runs",
+        )
+        for m in modules
+    ]
+    columns = ("attention", "queries and keys", "back end", "why")
+    print_table(f"{packed}: attention", columns, rows)
+    echo(f"{kernels} of {len(modules)} attention modules run on a kernel")
+
+
+def _joined(component: str, name: str) -> str:
+    return "/".join(filter(None, (component, name)))

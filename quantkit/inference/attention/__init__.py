@@ -1,0 +1,1 @@
+"""Attention on codes in packed and 16-bit models."""

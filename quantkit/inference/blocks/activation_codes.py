@@ -1,0 +1,125 @@
+"""Activations that end in codes for the layer behind them.
+
+Between two layers stands an activation: 16 bit are written, read, written and read again to be
+quantized. Where an operation computes activation and codes in one pass (on a GPU), codes are all
+that leaves it, as behind norms (``norm_codes``); where the layer before is packed, the product
+itself ends in them (``device.ops.project_gelu``); where torch.compile quantizes by itself
+(``fusing``), its own kernel does the same.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.models.activations import GELU, LinearActivation
+from torch import Tensor, nn
+
+from quantkit.device.ops.activations import ALIGNED
+from quantkit.device.ops.table import name_for
+from quantkit.inference.layers.compiler_fuses import is_fused
+from quantkit.inference.layers.fused_op import has_kernel, pays
+from quantkit.inference.layers.modules import is_watched
+from quantkit.inference.layers.prompts import is_plain
+from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.torch_operators import operator_for
+
+#: torch's name of a gelu -> the operation's.
+_GELUS = {"none": "gelu", "tanh": "tanh"}
+
+
+def word_of(activation: Any) -> str | None:
+    """Return the operation's word for a module: torch's, or diffusers' with a layer before it."""
+    if type(activation) is LinearActivation:
+        activation = activation.activation
+    if type(activation) is nn.SiLU:
+        return "silu"
+    known = type(activation) in (nn.GELU, GELU)
+    return _GELUS.get(activation.approximate) if known else None
+
+
+def is_one_pass(
+    activation: Any, reader: Any, x: Tensor | Normed, beside: Tensor | None = None
+) -> bool:
+    """Tell whether one operation computes an activation and the codes that a layer reads.
+
+    Args:
+        activation: has a word, and nobody waits for its call.
+        reader: what reads it alone.
+        x: what is activated, or what that is made of.
+        beside: what stands left of it.
+    """
+    if not _can_end(activation, reader) or is_fused(x) or not _fit(x, reader, beside):
+        return False
+    name = name_for("gelu_codes", reader.scheme.input.name)
+    found: bool = has_kernel(name, str(x.device), reader.k)
+    return found
+
+
+def is_one_product(
+    layer: Any, activation: Any, reader: Any, x: Tensor | Normed, beside: Tensor | None = None
+) -> bool:
+    """Tell whether one operation computes a layer, the activation behind it, and codes of that.
+
+    Args:
+        layer: what is activated is its output.
+        activation: has a word, and nobody waits for its call.
+        reader: what reads it alone.
+        x: the layer's input.
+        beside: what stands left of the activation.
+    """
+    if not is_plain(layer) or not _can_end(activation, reader) or not _fit(x, reader, beside):
+        return False
+    kinds = (layer.scheme.input, reader.scheme.input)
+    # A kernel writes codes of the kind that it reads.
+    if not layer.writes_codes or kinds[0].is_integer is not kinds[1].is_integer:
+        return False
+    sparse = layer.weight_meta is not None
+    name = name_for("project_gelu", kinds[0].name, layer.scheme.codes.name, sparse=sparse)
+    device = str(x.device)
+    if not pays(name, device):
+        return False
+    found: bool = has_kernel(name, device, layer.k)
+    return found
+
+
+def _can_end(activation: Any, reader: Any) -> bool:
+    """Tell whether nobody waits for an activation, and all that reads it reads codes of parts."""
+    if word_of(activation) is None or is_watched(activation) or not is_plain(reader):
+        return False
+    if type(activation) is LinearActivation and is_watched(activation.activation):
+        return False
+    takes: bool = reader.takes_parts
+    return takes
+
+
+def _fit(x: Tensor | Normed, reader: Any, beside: Tensor | None) -> bool:
+    if beside is None:
+        return True
+    odd = beside.shape[-1] % ALIGNED or reader.k % ALIGNED
+    return not odd and beside.dtype is x.dtype
+
+
+def activated(activation: Any, reader: Any, x: Tensor, beside: Tensor | None = None) -> Normed:
+    """Return the codes of an activation, where ``is_one_pass``.
+
+    Args:
+        activation: what is computed.
+        reader: what reads the codes, of K columns.
+        x: (..., K), or what is right of ``beside``.
+        beside: is quantized as it is, and stands left.
+    """
+    smooth, scale = reader.smooth_and_scale
+    name = reader.scheme.input.name
+    rows = x.reshape(-1, x.shape[-1])
+    left = None if beside is None else beside.reshape(-1, beside.shape[-1])
+    codes: Tensor = operator_for("gelu_codes", name)(
+        rows, left, smooth, scale, word_of(activation), name
+    )
+    return Normed(codes, scale, x.shape[:-1] + codes.shape[1:], x.dtype)
+
+
+def projected(
+    layer: Any, activation: Any, reader: Any, x: Tensor | Normed, beside: Tensor | None = None
+) -> Normed:
+    """Return the codes of a layer's activation, where ``is_one_product``; else as ``activated``."""
+    codes = layer.activated_codes(x, reader, word_of(activation), beside)
+    return Normed(codes, reader.static_scale, torch.Size((*x.shape[:-1], reader.k)), x.dtype)

@@ -1,0 +1,1 @@
+"""Packed layers: their modules, operators, and inputs as codes."""

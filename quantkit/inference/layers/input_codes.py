@@ -1,0 +1,31 @@
+"""Inputs of packed layers as codes and their scale."""
+
+from torch import Tensor
+
+from quantkit.device.ops.quantize import quantize_static, quantize_token
+from quantkit.inference.layers.compiler_fuses import is_fused
+from quantkit.inference.layers.torch_operators import operator_for
+from quantkit.numerics.formats import NumberFormat
+
+#: uint8 codes of an input, (M, K) or (B, H, W, C), and their float32 scale: (), (1,) or (M,)
+Coded = tuple[Tensor, Tensor]
+
+
+def quantize_input(
+    x: Tensor, scale: Tensor | None, smooth: Tensor | None, fmt: NumberFormat
+) -> Coded:
+    """Return the codes of x * smooth, and their scale.
+
+    Args:
+        x: (M, K), float16, bfloat16 or float32, contiguous.
+        scale: float32, () or (1,); None: each row has its own.
+        smooth: float32 (K,); None for ones.
+        fmt: of the codes.
+    """
+    fused = is_fused(x)
+    if scale is not None:
+        static = quantize_static if fused else operator_for("quantize_static", fmt.name)
+        return static(x, smooth, scale, fmt.name), scale
+    per_token = quantize_token if fused else operator_for("quantize_token", fmt.name)
+    rows_scale, codes = per_token(x, smooth, fmt.name)
+    return codes, rows_scale

@@ -1,0 +1,1 @@
+"""Loading a packed component in diffusers and transformers, and saving it again."""

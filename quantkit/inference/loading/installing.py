@@ -1,0 +1,52 @@
+"""What loading gives a packed model beside its layers: methods, networks, norms, attention."""
+
+from torch import nn
+
+from quantkit.checkpoint.packed_attention import PackedAttention
+from quantkit.inference.attention import coded_attention, coded_projections, fused_qkv
+from quantkit.inference.blocks import feed_forward, first_last_conv, group_norms
+from quantkit.inference.layers import head_scales, prompts, timestep_buckets
+from quantkit.inference.loading import model_methods
+
+#: What leaves something on a model that is packed no more.
+_LASTING = (
+    coded_attention,
+    head_scales,
+    model_methods,
+    timestep_buckets,
+    feed_forward,
+    group_norms,
+    first_last_conv,
+    fused_qkv,
+)
+
+
+def install(model: nn.Module, packed: PackedAttention | None = None) -> None:
+    """Let the modules of a packed model compute as its layers allow it.
+
+    Args:
+        model: with all packed layers in place.
+        packed: attention as the checkpoint has it; None: diffusers' own.
+    """
+    # The classes that it replaces import diffusers' quantizers, which import this.
+    from quantkit.inference.blocks import normed_blocks, up_blocks
+
+    model_methods.install(model)
+    fused_qkv.install(model)
+    feed_forward.install(model)
+    group_norms.install(model)
+    first_last_conv.install(model)
+    prompts.install(model)
+    normed_blocks.install(model)
+    up_blocks.install(model)
+    coded_attention.install(model, packed)
+    coded_projections.install(model)
+
+
+def uninstall(model: nn.Module) -> None:
+    """Undo ``install``, and what loading did beside it, once no layer is packed any more."""
+    # Likewise.
+    from quantkit.inference.blocks import normed_blocks, up_blocks
+
+    for installed in (*_LASTING, normed_blocks, up_blocks):
+        installed.uninstall(model)

@@ -1,0 +1,345 @@
+"""Recovery by distillation: a student of fewer bits or weights, trained on the dense answers."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import ArtefactError, ModelError, PromptError, RecipeError
+from quantkit.models.component_layers import Layer, list_layers
+from quantkit.models.source import Component, Model
+from quantkit.numerics.packed_2to4 import from_rows
+from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libraries
+from quantkit.progress import Progress
+from quantkit.recipe.schema import Recipe
+from quantkit.recovery.distill.distributed import Ranks, joined, own_device
+from quantkit.recovery.distill.early_stopping import (
+    ScoredStep,
+    TrainingProgress,
+    ValidationScore,
+)
+from quantkit.recovery.distill.optimizer import Offloaded, Resident, Stepper
+from quantkit.recovery.distill.settings import DistillSettings
+from quantkit.recovery.distill.student_training import Trainer
+from quantkit.recovery.distill.training_resume import Checkpoint, identify
+from quantkit.recovery.distill.trajectories import Teacher
+from quantkit.recovery.distill.validation import Pictures, PictureWatcher, Viewer, hold_out
+from quantkit.recovery.fake_quant import install, plan_quants
+from quantkit.recovery.straight_through_estimator import LayerQuant
+from quantkit.sparsity.maskfile import LayerMask, MaskSet
+from quantkit.storage.digest import sha256_of
+
+
+@dataclass(frozen=True, eq=False)
+class RecoveryTask:
+    """What is trained, and for what."""
+
+    #: a pipeline with one denoiser
+    model: Model
+    #: which weights are kept, chosen for this model; None: all
+    masks: MaskSet | None
+    #: the recipe that the result will be packed with, to train it as packed; None: in 16 bit
+    quantize: Recipe | None
+    #: taken in turn, with a new seed each time. Any number; thousands are better
+    prompts: Sequence[str]
+    #: auto, cpu or cuda[:N]; bfloat16 autocast on a GPU, float32 on the CPU
+    device: str
+
+
+@dataclass(frozen=True, eq=False)
+class Keeping:
+    """Where a training is kept on disk."""
+
+    path: Path
+    #: seconds after which it is saved again
+    every: float
+    #: go on with the training that is there
+    resume: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Recovered:
+    """The trained weights of a model's denoiser."""
+
+    component: Component
+    #: parameter name -> float32 on the CPU; exactly zero where a mask does not keep
+    weights: Mapping[str, Tensor]
+    #: the loss on the way
+    points: tuple[TrainingProgress, ...]
+    #: sampled from the teacher, by all processes
+    trajectories: int
+    #: seconds of looks, saving and refilling, which the points leave out
+    aside: float
+    #: whether this process is the one of several that writes
+    writes: bool = True
+    #: the pictures before the first step; None: not looked at
+    first_look: ScoredStep | None = None
+    #: the pictures of ``weights``; None: not looked at
+    written_look: ScoredStep | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """The student's pictures at one step, beside the teacher's: (P, H, W, 3) in [0, 1]."""
+
+    step: int
+    prompts: tuple[str, ...]
+    found: Pictures
+    wanted: Pictures
+    score: ValidationScore
+
+
+def ignore(news: TrainingProgress | Look) -> None:
+    """Watch nothing."""
+    del news
+
+
+@quiet_libraries()
+def recover(
+    task: RecoveryTask,
+    settings: DistillSettings,
+    *,
+    progress: Progress,
+    watch: Callable[[TrainingProgress], None] = ignore,
+    show: Callable[[Look], None] = ignore,
+    keeping: Keeping | None = None,
+) -> Recovered:
+    """Train the denoiser of a pipeline on the dense one's own trajectories.
+
+    The dense pipeline denoises the prompts from noise, and every call of its denoiser becomes an
+    example: what it was asked, and what it answered. With guidance half of these calls are without
+    a caption. The student starts from the masked weights; its masks stay as they are. Processes
+    that ``torchrun`` or ``accelerate launch`` started train one student together.
+
+    Args:
+        task: what is trained, and for what.
+        settings: how long and how fast.
+        progress: told of percents of the training.
+        watch: told of the loss.
+        show: told the pictures of every look, and of two more: before the first step and after the
+            last.
+        keeping: None keeps nothing on disk.
+
+    Raises:
+        ArtefactError: neither masks nor quantization, masks of another model, a saved training that
+            does not fit.
+        ModelError: no pipeline, or more than one denoiser.
+        NonFiniteError: the loss became NaN or Inf.
+        PromptError: no prompts.
+        RecipeError: a recipe that cannot be trained, or offloading from a CPU.
+    """
+    if not task.prompts:
+        raise PromptError("no prompts, wanted at least one")
+    component = only_denoiser(task.model)
+    kept = [] if task.masks is None else masked_layers(component, task.masks)
+    quants = _quants(task, component, kept)
+    target = own_device(choose_device(task.device))
+    if settings.offload and target.type == "cpu":
+        raise RecipeError("offload: needs a GPU, and this is the CPU; drop it", fields=("offload",))
+    with joined(target) as ranks:
+        recruit = _Recruit(task, component, kept, quants, settings)
+        return recruit.train(target, ranks, _Audience(progress, watch, show), keeping)
+
+
+@dataclass(frozen=True, eq=False)
+class _Audience:
+    """Whom a training tells how far it is."""
+
+    progress: Progress
+    watch: Callable[[TrainingProgress], None]
+    show: Callable[[Look], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Recruit:
+    """A checked task."""
+
+    task: RecoveryTask
+    component: Component
+    kept: list[tuple[Layer, LayerMask]]
+    quants: dict[str, LayerQuant]
+    settings: DistillSettings
+
+    def train(
+        self,
+        device: torch.device,
+        ranks: Ranks,
+        audience: _Audience,
+        keeping: Keeping | None,
+    ) -> Recovered:
+        prompts, watched = hold_out(self.task.prompts, self.settings.watched)
+        pipe = load_pipeline(self.task.model, device)
+        denoiser: nn.Module = getattr(pipe, self.component.name)
+        teacher = Teacher(pipe, denoiser, prompts, self.settings, ranks)
+        student, stepper = self._student(denoiser, ranks)
+        # Before the watcher copies the denoiser, so that an offloaded copy is not on the GPU.
+        teacher.rest()
+        progress, gallery = audience.progress, _Gallery(watched, audience.show)
+        watcher = self._watcher(teacher, watched, gallery.see) if ranks.writes else None
+        with closing(stepper):
+            trainer = Trainer(student, stepper, teacher, self.settings, ranks)
+            saver = self._keep(trainer, keeping, ranks)
+
+            gallery.trainer = trainer
+
+            def report(point: TrainingProgress) -> None:
+                progress("recovering", round(100 * point.fraction), 100)
+                audience.watch(point)
+
+            progress("recovering", 0, 100)
+            start = gallery.look(watcher, stepper.average)
+            # One that goes on holds the look of its first step.
+            trainer.first_look = trainer.first_look or start
+            best = trainer.run(report if ranks.writes else ignore, watcher, saver)
+            if saver is not None:
+                # A last look that fails, or a full disk, should not cost the training.
+                saver.save(trainer)
+            written = trainer.written_look or gallery.look(watcher, best)
+            progress("recovering", 100, 100)
+            weights = {name: value.cpu() for name, value in best.items()}
+        return Recovered(
+            self.component,
+            weights,
+            tuple(trainer.points),
+            teacher.made * ranks.world,
+            trainer.clock.paused_for,
+            ranks.writes,
+            trainer.first_look,
+            written,
+        )
+
+    def _student(self, denoiser: Any, ranks: Ranks) -> tuple[nn.Module, Stepper]:
+        """Return a copy that can be trained; dropout stays off, as where pictures are made."""
+        offload = self.settings.offload
+        copied: Any = copy.deepcopy(denoiser)
+        student: Any = copied.to(torch.bfloat16 if offload else torch.float32)
+        student.requires_grad_(True).eval()
+        if self.settings.checkpointing or offload:
+            student.enable_gradient_checkpointing()
+        install(student, self.quants)
+        _refuse_unknown(student, [layer.weight.name for layer, _ in self.kept], self.component)
+        device = torch.device("cpu") if offload else next(student.parameters()).device
+        dense = {
+            layer.weight.name: from_rows(mask.dense(layer.n, layer.k), layer.shape).to(device)
+            for layer, mask in self.kept
+        }
+        if offload:
+            return student, Offloaded(student, denoiser, dense, self.settings, ranks)
+        return student, Resident(student, dense, self.settings, ranks)
+
+    def _watcher(
+        self, teacher: Teacher, prompts: Sequence[str], viewer: Viewer
+    ) -> PictureWatcher | None:
+        if self.settings.watch_every is None:
+            return None
+        watcher = PictureWatcher(teacher, self.component.name, prompts, self.settings, self.quants)
+        watcher.viewer = viewer
+        return watcher
+
+    def _keep(self, trainer: Trainer, keeping: Keeping | None, ranks: Ranks) -> Checkpoint | None:
+        """Return what saves the training in this process, brought to where it was saved last."""
+        if keeping is None:
+            return None
+        task = self.task
+        identity = identify(self.component, task.masks, task.quantize, self.settings, task.prompts)
+        checkpoint = Checkpoint(keeping.path, identity | {"world": ranks.world}, keeping.every)
+        if keeping.resume:
+            checkpoint.resume(trainer)
+        return checkpoint if ranks.writes else None
+
+
+class _Gallery:
+    """Shows what a watcher sees, with the step; and makes it look at the beginning and the end."""
+
+    def __init__(self, prompts: Sequence[str], show: Callable[[Look], None]) -> None:
+        self.trainer: Trainer | None = None
+        self._prompts, self._show = tuple(prompts), show
+
+    def see(self, found: Pictures, wanted: Pictures, score: ValidationScore) -> None:
+        """Take the pictures of a look."""
+        assert self.trainer is not None, "set before anybody looks"
+        self._show(Look(self.trainer.step, self._prompts, found, wanted, score))
+
+    def look(
+        self, watcher: PictureWatcher | None, weights: Mapping[str, Tensor]
+    ) -> ScoredStep | None:
+        """Look at this step's pictures; the training's clock stands still."""
+        assert self.trainer is not None, "set before anybody looks"
+        if watcher is None:
+            return None
+        with self.trainer.clock.paused():
+            return ScoredStep(self.trainer.step, watcher.look(weights))
+
+
+def _quants(
+    task: RecoveryTask, component: Component, kept: Sequence[tuple[Layer, LayerMask]]
+) -> dict[str, LayerQuant]:
+    """Return the layers that compute as packed.
+
+    Raises:
+        ArtefactError: none, and no masks either.
+    """
+    if task.quantize is None:
+        if not kept:
+            raise ArtefactError(
+                "masks: no layer is masked, and none is quantized, so there is nothing to "
+                "recover; give masks, or quantize"
+            )
+        return {}
+    return plan_quants(component, task.quantize, {layer.name for layer, _ in kept})
+
+
+def only_denoiser(model: Model) -> Component:
+    """Return the denoiser of a pipeline that has one.
+
+    Raises:
+        ModelError: no pipeline, or more than one denoiser.
+    """
+    if not model.is_pipeline:
+        raise ModelError(
+            f"{model.path}: a component alone, and recovery runs the whole pipeline; pass the "
+            "pipeline's directory"
+        )
+    if len(model.components) != 1:
+        names = ", ".join(component.name for component in model.components)
+        raise ModelError(
+            f"{model.path}: found the denoisers {names}, and recovery can only train a pipeline "
+            "with one"
+        )
+    return model.components[0]
+
+
+def masked_layers(component: Component, masks: MaskSet) -> list[tuple[Layer, LayerMask]]:
+    """Return the layers that have a mask.
+
+    Raises:
+        ArtefactError: a layer that is not there, or weights that the masks are not for.
+    """
+    chosen = masks.of(component)
+    layers = {layer.name: layer for layer in list_layers(component)}
+    for name, mask in chosen.items():
+        if name not in layers:
+            raise ArtefactError(
+                f"masks: {name} is not a layer of {component.path}; choose masks for this model"
+            )
+        digest = sha256_of(layers[name].shard, layers[name].weight)
+        if digest != mask.source_digest:
+            raise ArtefactError(
+                f"masks: {name} had other weights (checksum {digest[:12]} now, "
+                f"{mask.source_digest[:12]} then); choose masks for this model"
+            )
+    return [(layers[name], mask) for name, mask in chosen.items()]
+
+
+def _refuse_unknown(student: nn.Module, masks: Sequence[str], component: Component) -> None:
+    names = {name for name, _ in student.named_parameters()}
+    for name in masks:
+        if name not in names:
+            raise ModelError(
+                f"{component.path}: the model that diffusers builds has no parameter {name}"
+            )
