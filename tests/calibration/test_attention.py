@@ -10,7 +10,6 @@ from diffusers import UNet2DConditionModel
 
 import quantkit
 from quantkit.calibration.observing import hooks
-from quantkit.calibration.observing.attention_accumulators import attention_statistics_of
 from quantkit.calibration.observing.collect import calibrate
 from quantkit.calibration.observing.hooks import Collector
 from quantkit.calibration.statistics.attention_statistics import (
@@ -261,7 +260,7 @@ def test_empty_buckets_are_zero(unet):
     with torch.no_grad(), collector.attached(Scheduler(900.0, 100.0), lambda calls: None):
         unet(torch.randn(1, 4, 8, 8), torch.tensor(900.0), torch.randn(1, 1, 32))
     for sums in collector.taken_attention().values():
-        statistics = attention_statistics_of(sums)
+        statistics = AttentionStatistics.of_sums(sums)
         assert all(bool(t.isfinite().all()) for f in FIELDS[:8] for t in [getattr(statistics, f)])
         assert statistics.queries[0] == 0
         assert not statistics.k_high[0].any()
@@ -292,8 +291,8 @@ def test_pooling_is_what_one_bucket_has_seen(unet):
             run(unet, steps)
     whole = one.taken_attention()
     for name, sums in many.taken_attention().items():
-        statistics = attention_statistics_of(sums)
-        assert_close(statistics.pooled(), attention_statistics_of(whole[name]), name)
+        statistics = AttentionStatistics.of_sums(sums)
+        assert_close(statistics.pooled(), AttentionStatistics.of_sums(whole[name]), name)
         halves = statistics.rebucketed((200.0, 700.0), (700.0,))
         assert halves.queries.tolist() == [2 * int(statistics.queries[0]), statistics.queries[2]]
         assert_close(halves.pooled(), statistics.pooled(), name)
@@ -336,9 +335,9 @@ def test_attention_survives_its_file(sd_calibration, tmp_path):
 #: field -> what is wrong with it, and what the message says
 WRONG = {
     "missing": ("q_amax", None, "b/q_amax: missing"),
-    "dtype": ("k_mean", lambda t: t.double(), "b/k_mean: torch.float64, wanted torch.float32"),
-    "shape": ("v_low", lambda t: t[:, :2], r"b/v_low: shape \(2, 2, 8\), wanted \(2, 3, 8\)"),
-    "buckets": ("keys", lambda t: t[:1], r"b/keys: shape \(1,\), wanted \(2,\)"),
+    "dtype": ("k_mean", lambda t: t.double(), "b/k_mean: torch.float64, expected torch.float32"),
+    "shape": ("v_low", lambda t: t[:, :2], r"b/v_low: shape \(2, 2, 8\), expected \(2, 3, 8\)"),
+    "buckets": ("keys", lambda t: t[:1], r"b/keys: shape \(1,\), expected \(2,\)"),
     "nan": ("v_mean", lambda t: t * torch.nan, "b/v_mean: NaN or Inf"),
     "negative": ("q_amax", lambda t: -t, "b/q_amax: below 0"),
     "mean": ("k_mean", lambda t: t + 1, "b/k_mean: not between k_low and k_high"),

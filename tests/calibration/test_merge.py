@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from quantkit.calibration.observing.collect import calibrate
 from quantkit.calibration.statistics.layer_statistics import load_calibration, save_calibration
-from quantkit.calibration.statistics.merge import merge, merge_layer
+from quantkit.calibration.statistics.merge import merge
 from quantkit.cli.calibrate_command import calibrate as calibrate_command
 from quantkit.errors import ArtefactError, OutputError
 from quantkit.progress import silent
@@ -66,8 +66,8 @@ def test_order_matters_to_the_average_alone(halves):
 
 def test_three_parts_merge_as_two_and_one():
     parts = [statistics_of(sample(name, rows=50 * i)) for i, name in enumerate(SAMPLES[:3], 1)]
-    found = merge_layer(merge_layer(parts[0], parts[1]), parts[2])
-    other = merge_layer(parts[0], merge_layer(parts[1], parts[2]))
+    found = parts[0].followed_by(parts[1]).followed_by(parts[2])
+    other = parts[0].followed_by(parts[1].followed_by(parts[2]))
     wanted = statistics_of(
         torch.cat([sample(n, rows=50 * i) for i, n in enumerate(SAMPLES[:3], 1)])
     )

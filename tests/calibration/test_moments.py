@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from quantkit.calibration.moments.held_out_rows import HeldRows
-from quantkit.calibration.moments.moment_checks import check_moments
+from quantkit.calibration.moments.moment_fields import FIELDS
 from quantkit.calibration.moments.moment_files import HessianIndex, create_hessians
 from quantkit.calibration.moments.moments import Moments
+from quantkit.calibration.statistics.fields import check_fields
 from quantkit.calibration.statistics.layer_statistics import (
     Calibration,
     load_calibration,
@@ -91,23 +92,35 @@ WRONG_MOMENTS = {
     "nan beside it": ("second", changed((60, 3), NAN), "second: NaN or Inf"),
     "inf": ("second", changed((0, 0), INF), "second: NaN or Inf"),
     "minus inf": ("second", changed((0, 0), -INF), "second: NaN or Inf"),
-    "negative power": ("second", changed((63, 63), -0.5), "second: -0.5 on its diagonal"),
+    "negative power": (
+        "second",
+        changed((63, 63), -0.5),
+        "mean: the power .* is -0.5, below 0",
+    ),
     "not symmetric": ("second", changed((0, 63), 0.4), "second: not symmetric"),
     "not symmetric below": ("second", changed((63, 0), 0.4), "second: not symmetric"),
     "beyond the powers": ("second", changed((5, 6), 9.0), "second: an entry larger"),
     "beyond the powers, negative": ("second", changed((5, 6), -9.0), "second: an entry larger"),
-    "float64": ("second", torch.Tensor.double, "second: dtype torch.float64, wanted torch.float32"),
-    "other shape": ("second", lambda t: t[:-1], r"shapes .*\(63, 64\)"),
+    "float64": ("second", torch.Tensor.double, "second: torch.float64, expected torch.float32"),
+    "other shape": ("second", lambda t: t[:-1], r"second: shape \(63, 64\), expected \(64, 64\)"),
     "nan mean": ("mean", changed(7, NAN), "mean: NaN or Inf"),
     "mean beyond its power": ("mean", changed(7, 5.0), "mean: larger than the root mean square"),
     "mean below it": ("mean", changed(7, -5.0), "mean: larger than the root mean square"),
     "held nan": ("held_rows", changed((4, 63), NAN), "held_rows: NaN or Inf"),
-    "held in float32": ("held_rows", torch.Tensor.float, "held_rows: dtype torch.float32"),
-    "held rows missing": ("held_rows", lambda t: t[:2], r"shapes .*\(2, 64\)"),
-    "negative weight": ("held_weights", changed(0, -1.0), "held_weights: -1, wanted nothing below"),
+    "held in float32": (
+        "held_rows",
+        torch.Tensor.float,
+        "held_rows: torch.float32, expected",
+    ),
+    "held rows missing": (
+        "held_rows",
+        lambda t: t[:2],
+        r"held_weights: shape \(5,\), exp",
+    ),
+    "negative weight": ("held_weights", changed(0, -1.0), "held_weights: below 0"),
     "zero weights": ("held_weights", torch.zeros_like, "held_weights: all zero"),
     "nan weight": ("held_weights", changed(0, NAN), "held_weights: NaN or Inf"),
-    "no rows": ("rows", 0, "rows 0, wanted the number of rows seen"),
+    "no rows": ("rows", 0, "rows 0, expected the number of rows seen"),
     "negative rows": ("rows", -4, "rows -4"),
     "rows in words": ("rows", "300", "rows '300'"),
     "half a row": ("rows", 0.5, "rows 0.5"),
@@ -145,8 +158,7 @@ ODD_INPUTS = {
 @pytest.mark.parametrize("x", ODD_INPUTS.values(), ids=ODD_INPUTS)
 def test_moments_of_odd_inputs_pass(x):
     moments = moments_of(x)
-    tensors = {"second": moments.second, "mean": moments.mean}
-    assert check_moments(tensors, len(x)) == len(x)
+    check_fields("a", moments.tensors(), FIELDS, {})
 
 
 @pytest.mark.parametrize(
@@ -157,10 +169,10 @@ def test_products_are_no_larger_than_their_powers_but_for_rounding(product, is_m
     second[0, 2] = second[2, 0] = torch.tensor(1.0) * product
     tensors = {"second": second, "mean": torch.zeros(3)}
     if is_moment:
-        assert check_moments(tensors, 1) == 1
+        check_fields("a", tensors, FIELDS, {})
         return
     with pytest.raises(ValueError, match="an entry larger"):
-        check_moments(tensors, 1)
+        check_fields("a", tensors, FIELDS, {})
 
 
 def test_scaled_inputs_have_the_scaled_moments():
@@ -171,10 +183,9 @@ def test_scaled_inputs_have_the_scaled_moments():
 
 
 def test_large_matrices_are_checked_to_their_last_row(monkeypatch):
-    monkeypatch.setattr("quantkit.calibration.moments.moment_checks._ELEMENTS", 3 * 20)
+    monkeypatch.setattr("quantkit.calibration.moments.moment_fields._ELEMENTS", 3 * 20)
     moments = moments_of(seeded(100, 20))
-    tensors = {"second": moments.second, "mean": moments.mean}
-    check_moments(tensors, 100)
+    check_fields("a", moments.tensors(), FIELDS, {})
     for i in range(20):
         for words, wrong in (("symmetric", 0.5), ("an entry larger", 50.0)):
             second = moments.second.clone()
@@ -182,7 +193,7 @@ def test_large_matrices_are_checked_to_their_last_row(monkeypatch):
             if words != "symmetric":
                 second[(i + 7) % 20, i] += wrong
             with pytest.raises(ValueError, match=words):
-                check_moments({**tensors, "second": second}, 100)
+                check_fields("a", {**moments.tensors(), "second": second}, FIELDS, {})
 
 
 # The loop that damps them
@@ -307,8 +318,8 @@ def test_sizes_and_counts_below_zero_are_refused(reload, field):
 
 @pytest.mark.parametrize("field", [*REAL, *WIDE, *COUNTS])
 def test_statistics_of_another_dtype_or_shape_are_refused(reload, field):
-    refused(lambda: reload(field, torch.Tensor.half), rf"unet/a/{field}: torch.float16, wanted")
-    refused(lambda: reload(field, lambda t: t[:1]), r"unet/a/.*: shape \(1,.*\), wanted \(2,")
+    refused(lambda: reload(field, torch.Tensor.half), rf"unet/a/{field}: torch.float16, expected")
+    refused(lambda: reload(field, lambda t: t[:1]), r"unet/a/.*: shape \(1,.*\), expected \(2,")
     refused(lambda: reload(field, lambda t: t[0, ..., 0] if t.ndim > 1 else t[0]), "damaged")
 
 

@@ -120,7 +120,7 @@ def test_tensor_of_a_wrong_shape_is_refused(sd_calibration, tmp_path):
     name = "unet/mid_block.attentions.0.proj_in/amax"
     tensors[name] = tensors[name][:1]
     write_artefact(path, "quantkit_calibration", tensors, about, force=True)
-    with pytest.raises(ArtefactError, match=r"proj_in/amax: shape \(1,\), wanted \(2,\)"):
+    with pytest.raises(ArtefactError, match=r"proj_in/amax: shape \(1,\), expected \(2,\)"):
         load_calibration(path)
     del tensors[name]
     write_artefact(path, "quantkit_calibration", tensors, about, force=True)

@@ -10,10 +10,13 @@ from quantkit.eval.judging.report_facts import attention_formats
 from torch.nn.functional import scaled_dot_product_attention
 
 import quantkit
-from quantkit.calibration.observing.attention_accumulators import AttentionAccumulators
+from quantkit.calibration.observing.attention_accumulators import (
+    AttentionAccumulators,
+    add_attended,
+)
 from quantkit.calibration.statistics import format_errors
+from quantkit.calibration.statistics.attention_statistics import AttentionStatistics
 from quantkit.calibration.statistics.format_errors import (
-    FormatErrors,
     lost_power,
     rounded_attention,
 )
@@ -119,10 +122,10 @@ def test_errors_are_measured_of_heads_that_kernels_take(columns, measured):
 def test_errors_are_relative_to_the_exact_output():
     generator = torch.Generator().manual_seed(2)
     lost, power = torch.zeros(4, 3).double(), torch.zeros(3).double()
-    sums = FormatErrors(3, torch.device("cpu"))
+    sums = AttentionAccumulators(3, 24, 1, torch.device("cpu"), errors_from=8)
     for queries, keys in ((20, 70), (100, 33)):
         q, k, v = (torch.randn(2, 3, n, 24, generator=generator) for n in (queries, keys, keys))
-        sums.add(*lost_power(Heads(q, k + 1, v + 2), 0.2, ATTENTION_FORMATS, None))
+        add_attended(0, [(sums, sums.look(Heads(q, k + 1, v + 2), 0.2))])
         places = [(2 * i + 1) * queries // (2 * min(32, queries)) for i in range(min(32, queries))]
         heads = Heads(q.double(), k.double() + 1, v.double() + 2)
         exact = scaled_dot_product_attention(*heads, scale=0.2)[:, :, places]
@@ -130,11 +133,10 @@ def test_errors_are_relative_to_the_exact_output():
         for index, row in enumerate(ATTENTION_FORMATS):
             y = rounded_attention(Heads(q, k + 1, v + 2), 0.2, row, None)[:, :, places]
             lost[index] += (y - exact).square().sum(dim=(0, 2, 3))
-    torch.testing.assert_close(sums.lost, lost, rtol=1e-2, atol=1e-9)
-    torch.testing.assert_close(sums.power, power, rtol=1e-5, atol=0)
-    by_format = replace(
-        attention_statistics(), format_lost=sums.lost, format_power=sums.power
-    ).format_errors()
+    found = AttentionStatistics.of_sums(sums.taken())
+    torch.testing.assert_close(found.format_lost, lost, rtol=1e-2, atol=1e-9)
+    torch.testing.assert_close(found.format_power, power, rtol=1e-5, atol=0)
+    by_format = found.format_errors()
     assert by_format["int8-pv16"] < by_format["int8"] < by_format["e4m3fn"]
     assert by_format["e4m3fn"] == pytest.approx(
         float((lost[0].sum() / power.sum()).sqrt()), rel=1e-2

@@ -180,7 +180,7 @@ CHANGES = {
 
 #: Fields in which a value below 0, or fewer samples, is nothing odd; or none at all.
 LEGAL = {
-    ("mean", "negative"), ("samples", "negative"), ("values", "negative"), ("low", "negative"),
+    ("mean", "negative"), ("samples", "negative"),
     ("attention.k_low", "negative"), ("attention.v_low", "negative"),
     ("attention.q_mean", "negative"),
 }  # fmt: skip

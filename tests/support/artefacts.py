@@ -2,11 +2,10 @@
 
 import torch
 
-from quantkit.calibration.observing.attention_accumulators import attention_statistics_of
+from quantkit.calibration.statistics.attention_statistics import AttentionStatistics
 from quantkit.calibration.statistics.layer_statistics import CalibrationProvenance, LayerStatistics
 from quantkit.calibration.statistics.moving_average import RATE
 from quantkit.calibration.statistics.sampling import SAMPLE_ROWS
-from quantkit.numerics.attention_formats import ATTENTION_FORMATS
 from quantkit.numerics.histogram import BINS
 
 
@@ -37,34 +36,31 @@ ABOUT = CalibrationProvenance(
 def sums():
     return {
         "channel_amax": torch.ones(2, 4),
-        "values": torch.ones(2, 4, dtype=torch.float64),
-        "squares": torch.ones(2, 4, dtype=torch.float64),
+        "mean": torch.ones(2, 4, dtype=torch.float64),
+        "second_moment": torch.ones(2, 4, dtype=torch.float64),
         "histogram": torch.ones(2, BINS, dtype=torch.float64),
-        "moving": torch.full((2,), RATE, dtype=torch.float64),
+        "moving_amax": torch.full((2,), RATE, dtype=torch.float64),
         "updates": torch.tensor([1, 1]),
         "count": torch.tensor([4, 4]),
         "samples": torch.ones(2, SAMPLE_ROWS, 8, dtype=torch.bfloat16),
-        "priority": torch.ones(2, SAMPLE_ROWS, dtype=torch.float64),
+        "sample_priority": torch.ones(2, SAMPLE_ROWS, dtype=torch.float64),
     }
 
 
 def attention_sums(buckets=2, heads=3, columns=8):
     """Return the sums of one call per bucket: q, k and v of 64 and 40 rows, all of them ones."""
-    shape = (buckets, 2, heads, columns)
-    values = torch.ones(buckets, 3, heads, columns, dtype=torch.float64)
-    values[:, 0] *= 64
-    values[:, 1:] *= 40
+    ones = torch.ones(buckets, heads, columns)
+    ends = {f"{what}_{end}": ones.clone() for what in "kv" for end in ("low", "high")}
+    rows = {"q": 64, "k": 40, "v": 40}
     return {
         "q_amax": torch.ones(buckets, heads),
-        "low": torch.ones(shape),
-        "high": torch.ones(shape),
-        "values": values,
-        "counts": torch.tensor([[64, 40, 64, 40]] * buckets),
-        "format_lost": torch.zeros(len(ATTENTION_FORMATS), heads, dtype=torch.float64),
-        "format_power": torch.zeros(heads, dtype=torch.float64),
+        **ends,
+        **{f"{what}_mean": ones.double() * count for what, count in rows.items()},
+        **{name: torch.tensor([64] * buckets) for name in ("queries", "call_queries")},
+        **{name: torch.tensor([40] * buckets) for name in ("keys", "call_keys")},
     }
 
 
 def attention_statistics(buckets=2, heads=3, columns=8):
     """Return what those come to: all ones."""
-    return attention_statistics_of(attention_sums(buckets, heads, columns))
+    return AttentionStatistics.of_sums(attention_sums(buckets, heads, columns))

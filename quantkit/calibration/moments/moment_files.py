@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from quantkit.calibration.moments.held_out_rows import HeldRows
-from quantkit.calibration.moments.moment_checks import check_moments
+from quantkit.calibration.moments.moment_fields import FIELDS
 from quantkit.calibration.moments.moments import Moments
+from quantkit.calibration.statistics.fields import check_fields
 from quantkit.calibration.statistics.layer_statistics import find_component
 from quantkit.errors import ArtefactError, OutputError
 from quantkit.models.component_layers import Layer
@@ -91,11 +91,9 @@ class Hessians:
             "rows": moments.rows,
             "source_digest": self.index.digests[component][layer],
         }
-        tensors = {"second": moments.second, "mean": moments.mean}
-        if moments.held is not None:
-            tensors |= {"held_rows": moments.held.rows, "held_weights": moments.held.weights}
         # A file of the same name is one that a killed run left with a flipped bit, or nothing.
-        write_artefact(self.file_of(component, layer), _KIND, tensors, about, force=True)
+        file = self.file_of(component, layer)
+        write_artefact(file, _KIND, moments.tensors(), about, force=True)
 
     def read(self, component: Component, layer: Layer, digest: str | None = None) -> Moments:
         """Return the moments of a layer.
@@ -121,23 +119,14 @@ class Hessians:
             )
         file = self.file_of(stored, layer.name)
         tensors, about = read_artefact(file, _KIND)
-        with parsing(file, cure="delete it and run again"):
-            sizes = {"second": (layer.k, layer.k), "mean": (layer.k,)}
-            held = None
-            if "held_rows" in tensors:
-                held = HeldRows(tensors["held_rows"], tensors["held_weights"])
-                seen = len(held.weights)
-                sizes |= {"held_rows": (seen, layer.k), "held_weights": (seen,)}
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            then = str(about["source_digest"])
-        if shapes != sizes or then != wanted:
-            raise ArtefactError(
-                f"{file}: shapes {shapes!s:.200} for weights {then[:12]}, wanted K "
-                f"{layer.k} for {wanted[:12]}; collect the hessians of this model"
-            )
-        with parsing(file, cure="delete it and run again"):
-            rows = check_moments(tensors, about["rows"])
-        return Moments(tensors["second"], tensors["mean"], rows, held)
+        with parsing(file, cure="delete it and collect the hessians of this model again"):
+            then, rows = str(about["source_digest"]), about["rows"]
+            if then != wanted:
+                raise ValueError(f"of weights {then[:12]}, expected {wanted[:12]}")
+            if type(rows) is not int or rows < 1:
+                raise ValueError(f"rows {rows!r:.40}, expected the number of rows seen, at least 1")
+            check_fields(layer.name, tensors, FIELDS, {"K": layer.k})
+            return Moments.of(tensors, rows)
 
     def is_unseen(self, component: Component, layer: Layer) -> bool:
         """Return whether the run listened to a layer that no prompt called; its header tells.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.moments.held_out_rows import HeldRows
+from quantkit.calibration.statistics.fields import Tensors
 from quantkit.errors import RecipeError
 from quantkit.models.component_layers import Layer
 from quantkit.numerics.obs import output_error
@@ -28,6 +29,21 @@ class Moments:
     rows: int
     #: of other prompts; None: there were too few
     held: HeldRows | None = None
+
+    @classmethod
+    def of(cls, tensors: Tensors, rows: int) -> "Moments":
+        """Return the moments of tensors by name, of so many rows."""
+        held = None
+        if "held_rows" in tensors:
+            held = HeldRows(tensors["held_rows"], tensors["held_weights"])
+        return cls(tensors["second"], tensors["mean"], rows, held)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name, those of ``FIELDS``."""
+        found = {"second": self.second, "mean": self.mean}
+        if self.held is None:
+            return found
+        return {**found, "held_rows": self.held.rows, "held_weights": self.held.weights}
 
     def to(self, device: torch.device) -> "Moments":
         """Return them on a device."""

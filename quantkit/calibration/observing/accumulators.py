@@ -7,21 +7,18 @@ They can be taken out and put back bit by bit, so that a run that was ended goes
 been: statistics are rounded, and joined with others they are those of one run up to rounding only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.calibration.statistics.batch_peaks import Sizes, peaks_by_batch
+from quantkit.calibration.statistics.fields import Tensors, put, refuse_other_shapes, take
 from quantkit.calibration.statistics.input_measure import Measured
-from quantkit.calibration.statistics.layer_statistics import LayerStatistics
-from quantkit.calibration.statistics.moving_average import one_by_one, step_averages, without_start
+from quantkit.calibration.statistics.moving_average import one_by_one, step_averages
 from quantkit.calibration.statistics.sampling import Reservoir
 from quantkit.numerics.histogram import BINS
-
-#: A layer's sums by name, on the CPU.
-LayerSums = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +57,18 @@ class Accumulators:
         #: the moving average of each call's amax, from a start of zero, of all batches but those
         #: that run now
         self._moving = zeros()
-        self._updates = [0] * buckets
-        #: (buckets, batches), likewise of each batch that runs now; of a lone one: goes on
+        #: by field
+        self._stored = {
+            "channel_amax": self._channel_amax,
+            "mean": self._sums[:, 0],
+            "second_moment": self._sums[:, 1],
+            "histogram": self._histogram,
+            "moving_amax": self._moving,
+        }
+        self._counts = {"count": [0] * buckets, "updates": [0] * buckets}
+        #: (buckets, batches), the moving average of each batch that runs now; a lone one's goes on
         self._running = self._moving.unsqueeze(1)
         self._steps = [0] * buckets
-        self._count = [0] * buckets
         self.sample = Reservoir(buckets, weight[0].numel(), device)
         parts = (self._channel_amax, self._sums, self._histogram)
         self.parts = [BucketSums(*views) for views in zip(*parts, strict=True)]
@@ -86,8 +90,8 @@ class Accumulators:
 
     def count(self, bucket: int, seen: Measured) -> None:
         """Count an input that is about to be added."""
-        self._count[bucket] += seen.count
-        self._updates[bucket] += self._running.shape[1]
+        self._counts["count"][bucket] += seen.count
+        self._counts["updates"][bucket] += self._running.shape[1]
         self._steps[bucket] += 1
 
     def _join(self) -> None:
@@ -97,39 +101,22 @@ class Accumulators:
             self._running.zero_()
         self._steps = [0] * len(self._steps)
 
-    def taken(self) -> LayerSums:
-        """Return the sums so far, as ``put`` and ``statistics_of`` take them."""
+    def taken(self) -> dict[str, Tensor]:
+        """Return the sums so far by field, on the CPU."""
         self._join()
         samples, priority = self.sample.sorted()
-        return {
-            "channel_amax": self._channel_amax.cpu(),
-            "values": self._sums[:, 0].cpu(),
-            "squares": self._sums[:, 1].cpu(),
-            "histogram": self._histogram.cpu(),
-            "moving": self._moving.cpu(),
-            "updates": torch.tensor(self._updates),
-            "count": torch.tensor(self._count),
-            "samples": samples,
-            "priority": priority,
-        }
+        taken = take(self._stored, self._counts)
+        return {**taken, "samples": samples, "sample_priority": priority}
 
-    def put(self, sums: Mapping[str, Tensor]) -> None:
+    def put(self, sums: Tensors) -> None:
         """Go on from sums that were taken from the same layer.
 
         Raises:
-            LookupError, ValueError: they are of another layer.
+            ValueError: they are of another layer.
         """
-        now = self.taken()
-        for name, tensor in now.items():
-            found = sums[name]
-            if (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
-                raise ValueError(f"{name}: {found.dtype} {tuple(found.shape)!s:.80}")
-        self._channel_amax.copy_(sums["channel_amax"])
-        self._sums.copy_(torch.stack((sums["values"], sums["squares"]), dim=1))
-        self._histogram.copy_(sums["histogram"])
-        self._moving.copy_(sums["moving"])
-        self._updates, self._count = sums["updates"].tolist(), sums["count"].tolist()
-        self.sample.put(sums["samples"], sums["priority"])
+        refuse_other_shapes(sums, self.taken())
+        put(sums, self._stored, self._counts)
+        self.sample.put(sums["samples"], sums["sample_priority"])
 
 
 def add_inputs(bucket: int, inputs: Sequence[tuple[Accumulators, Measured]], sizes: Sizes) -> None:
@@ -148,21 +135,3 @@ def add_inputs(bucket: int, inputs: Sequence[tuple[Accumulators, Measured]], siz
     torch._foreach_add_([sums.histogram for sums in mine], [seen.histogram for seen in found])
     running = [sums.running(bucket) for sums, _ in inputs]
     step_averages(running, peaks_by_batch(found, sizes))
-
-
-def statistics_of(sums: Mapping[str, Tensor]) -> LayerStatistics:
-    """Return what sums that were taken come to."""
-    seen = sums["count"].clamp(min=1).unsqueeze(1)
-    return LayerStatistics(
-        amax=sums["channel_amax"].amax(dim=1),
-        histogram=sums["histogram"],
-        second_moment=(sums["squares"] / seen).float(),
-        channel_amax=sums["channel_amax"],
-        count=sums["count"],
-        moving_amax=without_start(sums["moving"], sums["updates"]),
-        updates=sums["updates"],
-        mean=(sums["values"] / seen).float(),
-        samples=sums["samples"],
-        sample_priority=sums["priority"],
-        sample_count=(sums["priority"] > 0).sum(dim=1),
-    )

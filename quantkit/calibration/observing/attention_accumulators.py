@@ -3,26 +3,18 @@
 As those of layers, sums of a call are added all at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantkit.calibration.statistics.attention_statistics import (
-    AttentionStatistics,
-    check_attention,
-)
 from quantkit.calibration.statistics.batch_peaks import largest_of
-from quantkit.calibration.statistics.format_errors import FormatErrors, lost_power
-from quantkit.calibration.statistics.layer_fields import Field, check_fields
+from quantkit.calibration.statistics.fields import Tensors, put, refuse_other_shapes, take
+from quantkit.calibration.statistics.format_errors import lost_power
 from quantkit.models.attention_modules import Heads
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS
 from quantkit.numerics.attention_limits import takes_heads
-
-#: A module's sums by name, on the CPU.
-AttentionSums = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,31 +28,14 @@ class Attended:
     sums: list[Tensor]
     #: of formats, where their errors are measured: float64 (F, H), and (H,) of what is exact
     errors: tuple[Tensor, ...]
-    counts: "Counts"
+    pictures: int
+    #: of each picture
+    queries: int
+    keys: int
 
     def tensors(self) -> list[Tensor]:
         """Return all of them."""
         return [*self.low, *self.high, *self.sums, *self.errors]
-
-
-class Counts(NamedTuple):
-    """What is counted of a call, or of a bucket: fields of ``AttentionStatistics``."""
-
-    queries: int = 0
-    keys: int = 0
-    #: the most in a call
-    call_queries: int = 0
-    call_keys: int = 0
-
-    def plus(self, call: "Counts") -> "Counts":
-        """Return the counts with one more call."""
-        sums = {name: getattr(self, name) + getattr(call, name) for name in self._fields}
-        most = {name: max(getattr(self, name), getattr(call, name)) for name in _MOST}
-        return Counts(**sums | most)
-
-
-#: What is no sum.
-_MOST = ("call_queries", "call_keys")
 
 
 class AttentionAccumulators:
@@ -92,9 +67,11 @@ class AttentionAccumulators:
         self._low = zeros(buckets, 3, heads, columns, dtype=torch.float32).fill_(torch.inf)
         self._high = -self._low
         self._values = zeros(buckets, 3, heads, columns)
-        self._counts = [Counts()] * buckets
+        names = ("queries", "keys", "call_queries", "call_keys")
+        self._counts = {name: [0] * buckets for name in names}
         self._errors_from = errors_from
-        self.errors = FormatErrors(heads, device)
+        #: of formats, and what they are relative to
+        self.lost, self.power = zeros(len(ATTENTION_FORMATS), heads), zeros(heads)
         parts = (self._low, self._high, self._values)
         self.parts = [ModuleSums(*views) for views in zip(*parts, strict=True)]
 
@@ -113,47 +90,60 @@ class AttentionAccumulators:
             high=[t.amax(dim=(0, 2)) for t in (q, k, v)],
             sums=[t.sum(dim=(0, 2), dtype=torch.float32) for t in (q, k, v)],
             errors=lost_power(heads, scale, ATTENTION_FORMATS, None) if measured else (),
-            counts=_counts(q, k),
+            pictures=len(q),
+            queries=q.shape[2],
+            keys=k.shape[2],
         )
 
     def count(self, bucket: int, call: Attended) -> None:
         """Count a call that is about to be added."""
-        self._counts[bucket] = self._counts[bucket].plus(call.counts)
+        for name, rows in (("queries", call.queries), ("keys", call.keys)):
+            total, most = self._counts[name], self._counts[f"call_{name}"]
+            total[bucket] += call.pictures * rows
+            most[bucket] = max(most[bucket], rows)
+        if call.errors:
+            lost, power = call.errors
+            self.lost += lost
+            self.power += power
 
-    def taken(self) -> AttentionSums:
-        """Return the sums so far, as ``put`` and ``attention_statistics_of`` take them."""
+    def taken(self) -> dict[str, Tensor]:
+        """Return the sums so far by field, on the CPU; of formats, where any was measured."""
         low, high = self._low.cpu(), self._high.cpu()
         seen = low <= high
         low, high = (torch.where(seen | t.isnan(), t, 0.0) for t in (low, high))
-        return {
+        stored = {
             "q_amax": torch.maximum(-low[:, 0], high[:, 0]).amax(dim=2),
-            "low": low[:, 1:].contiguous(),
-            "high": high[:, 1:].contiguous(),
-            "values": self._values.cpu(),
-            "counts": torch.tensor(self._counts),
-            "format_lost": self.errors.lost.cpu(),
-            "format_power": self.errors.power.cpu(),
+            **{f"{what}_low": low[:, i] for i, what in _KV},
+            **{f"{what}_high": high[:, i] for i, what in _KV},
+            **{f"{what}_mean": self._values[:, i] for i, what in enumerate("qkv")},
         }
+        if bool(self.power.any()):
+            stored |= {"format_lost": self.lost, "format_power": self.power}
+        return take(stored, self._counts)
 
-    def put(self, sums: Mapping[str, Tensor]) -> None:
+    def put(self, sums: Tensors) -> None:
         """Go on from sums that were taken from the same module.
 
         Raises:
-            LookupError, ValueError: they are of another module.
+            ValueError: they are of another module.
         """
-        for name, tensor in self.taken().items():
-            found = sums[name]
-            if (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
-                raise ValueError(f"{name}: {found.dtype} {tuple(found.shape)!s:.80}")
-        self._counts = [Counts(*counts) for counts in sums["counts"].tolist()]
-        seen = [bucket for bucket, counts in enumerate(self._counts) if counts.queries]
-        amax = sums["q_amax"][seen, :, None].to(self._low.device)
-        self._low[seen, 0], self._high[seen, 0] = -amax, amax
-        self._low[seen, 1:] = sums["low"][seen].to(amax.device)
-        self._high[seen, 1:] = sums["high"][seen].to(amax.device)
-        self._values.copy_(sums["values"])
-        self.errors.lost.copy_(sums["format_lost"])
-        self.errors.power.copy_(sums["format_power"])
+        refuse_other_shapes(sums, self.taken())
+        means = {f"{what}_mean": self._values[:, i] for i, what in enumerate("qkv")}
+        put(sums, means, self._counts)
+        seen = sums["queries"] > 0
+        device = self._low.device
+        ends = {i: (sums[f"{what}_low"], sums[f"{what}_high"]) for i, what in _KV}
+        ends[0] = (-sums["q_amax"].unsqueeze(2), sums["q_amax"].unsqueeze(2))
+        for i, (low, high) in ends.items():
+            self._low[seen.to(device), i] = low[seen].to(device)
+            self._high[seen.to(device), i] = high[seen].to(device)
+        if "format_lost" in sums:
+            self.lost.copy_(sums["format_lost"])
+            self.power.copy_(sums["format_power"])
+
+
+#: Where k and v stand among q, k and v.
+_KV = ((1, "k"), (2, "v"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,8 +165,6 @@ def add_attended(bucket: int, calls: Sequence[tuple[AttentionAccumulators, Atten
     """
     for sums, call in calls:
         sums.count(bucket, call)
-        if call.errors:
-            sums.errors.add(*call.errors)
     mine, found = [sums.parts[bucket] for sums, _ in calls], [call for _, call in calls]
     shapes = [sums.low.shape for sums in mine]
     low = _joined([call.low for call in found], shapes, torch.float32)
@@ -196,60 +184,3 @@ def _joined(
     flat = torch.cat([part.reshape(-1) for call in parts for part in call]).to(dtype)
     pieces = torch.split(flat, [shape.numel() for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-#: Of ``AttentionSums``; axes: B buckets, H heads, D columns, P k and v, T q, k and v, C counts, F
-#: formats.
-SUMS = {
-    "q_amax": Field(torch.float32, "BH"),
-    "low": Field(torch.float32, "BPHD", signed=True),
-    "high": Field(torch.float32, "BPHD", signed=True),
-    "values": Field(torch.float64, "BTHD", signed=True),
-    "counts": Field(torch.int64, "BC"),
-    "format_lost": Field(torch.float64, "FH"),
-    "format_power": Field(torch.float64, "H"),
-}
-
-
-def check_attention_sums(where: str, tensors: Mapping[str, Tensor], buckets: int) -> None:
-    """Hold the tensors of one module against ``AttentionSums``.
-
-    Raises:
-        LookupError, ValueError: a field that is missing or unknown, or of a wrong dtype, shape or
-            value.
-    """
-    heads, columns = tensors["values"].shape[2:]
-    sizes = {"B": buckets, "H": heads, "D": columns, "P": 2, "T": 3}
-    sizes |= {"C": len(Counts._fields), "F": len(ATTENTION_FORMATS)}
-    check_fields(where, tensors, SUMS, sizes)
-    statistics = attention_statistics_of(tensors)
-    check_attention(where, statistics.tensors(), buckets)
-
-
-def attention_statistics_of(sums: Mapping[str, Tensor]) -> AttentionStatistics:
-    """Return what sums that were taken come to."""
-    counts = dict(zip(Counts._fields, sums["counts"].unbind(dim=1), strict=True))
-    values, (low, high) = sums["values"], (sums["low"], sums["high"])
-    q_mean, k_mean, v_mean = (
-        (values[:, i] / counts[of].clamp(min=1).reshape(-1, 1, 1)).float()
-        for i, of in enumerate(("queries", "keys", "keys"))
-    )
-    measured = bool(sums["format_power"].any())
-    return AttentionStatistics(
-        q_amax=sums["q_amax"],
-        k_low=low[:, 0],
-        k_high=high[:, 0],
-        v_low=low[:, 1],
-        v_high=high[:, 1],
-        q_mean=q_mean,
-        k_mean=k_mean,
-        v_mean=v_mean,
-        format_lost=sums["format_lost"] if measured else None,
-        format_power=sums["format_power"] if measured else None,
-        **counts,
-    )
-
-
-def _counts(q: Tensor, k: Tensor) -> Counts:
-    pictures, queries, keys = len(q), q.shape[2], k.shape[2]
-    return Counts(pictures * queries, pictures * keys, queries, keys)

@@ -7,20 +7,19 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from torch import Tensor
-
-from quantkit.calibration.observing.accumulators import LayerSums, statistics_of
-from quantkit.calibration.observing.attention_accumulators import (
-    AttentionSums,
-    attention_statistics_of,
-    check_attention_sums,
+from quantkit.calibration.statistics.attention_statistics import AttentionStatistics
+from quantkit.calibration.statistics.fields import Statistics, StatisticsT, Tensors
+from quantkit.calibration.statistics.layer_statistics import (
+    LayerStatistics,
+    Tables,
+    edges_of,
+    named_tensors,
+    tables_of,
 )
-from quantkit.calibration.statistics.layer_fields import check_sums
-from quantkit.calibration.statistics.layer_statistics import edges_of
 from quantkit.calibration.statistics.merge import Part
 from quantkit.errors import ArtefactError
 from quantkit.pipelines.processes import Processes
-from quantkit.storage.artefact import pack_name, read_artefact, split_name, write_artefact
+from quantkit.storage.artefact import read_artefact, write_artefact
 from quantkit.storage.jsonfile import parsing
 
 _KIND = "quantkit_partial_sums"
@@ -34,9 +33,9 @@ class PartialSums:
     """The sums of one process after some of its batches."""
 
     #: by component and layer, in the order of first calls
-    sums: dict[str, dict[str, LayerSums]]
+    sums: Tables
     #: by component and attention module, likewise
-    attention: dict[str, dict[str, AttentionSums]]
+    attention: Tables
     edges: tuple[float, ...]
     #: calls of the denoiser per bucket
     calls: dict[str, list[int]]
@@ -46,16 +45,19 @@ class PartialSums:
 
     def part(self) -> Part:
         """Return what the sums come to."""
-        layers = {
-            component: {layer: statistics_of(sums) for layer, sums in table.items()}
-            for component, table in self.sums.items()
-        }
-        attention = {
-            component: {name: attention_statistics_of(sums) for name, sums in table.items()}
-            for component, table in self.attention.items()
-            if table
-        }
-        return Part(layers, attention, self.edges, self.calls, self.batches)
+        layers = _come_to(LayerStatistics, self.sums)
+        attention = _come_to(AttentionStatistics, self.attention)
+        found = {component: modules for component, modules in attention.items() if modules}
+        return Part(layers, found, self.edges, self.calls, self.batches)
+
+
+def _come_to(
+    kind: type[StatisticsT], tables: Mapping[str, Mapping[str, Tensors]]
+) -> dict[str, dict[str, StatisticsT]]:
+    return {
+        component: {name: kind.of_sums(sums) for name, sums in table.items()}
+        for component, table in tables.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -84,19 +86,12 @@ class PartialFile:
         tensors, about = read_artefact(self.path, _KIND)
         with parsing(self.path, cure="do not resume"):
             self._refuse_others(about["facts"])
-            sums, attention = _empty(about["layers"]), _empty(about["attention"])
-            for name, tensor in tensors.items():
-                component, layer, field = split_name(name)
-                table = attention if layer in attention[component] else sums
-                table[component][layer][field] = tensor
-            calls = {name: list(map(int, found)) for name, found in about["calls"].items()}
             edges = edges_of(about["edges"])
-            for component, layers in sums.items():
-                for layer, fields in layers.items():
-                    check_sums(f"{component}/{layer}", fields, len(edges) + 1)
-            for component, modules in attention.items():
-                for name, fields in modules.items():
-                    check_attention_sums(f"{component}/{name}", fields, len(edges) + 1)
+            of_layers, of_attention = tables_of(tensors)
+            buckets = len(edges) + 1
+            sums = _checked(LayerStatistics, about["layers"], of_layers, buckets)
+            attention = _checked(AttentionStatistics, about["attention"], of_attention, buckets)
+            calls = {name: list(map(int, found)) for name, found in about["calls"].items()}
             at_once = None if about["at_once"] is None else int(about["at_once"])
             return PartialSums(sums, attention, edges, calls, int(about["batches"]), at_once)
 
@@ -125,13 +120,7 @@ class PartialFile:
             "layers": {component: list(layers) for component, layers in found.sums.items()},
             "attention": {component: list(names) for component, names in found.attention.items()},
         }
-        tensors = {
-            pack_name(component, layer, field): tensor
-            for table in (found.sums, found.attention)
-            for component, layers in table.items()
-            for layer, sums in layers.items()
-            for field, tensor in sums.items()
-        }
+        tensors = named_tensors(found.sums, found.attention)
         write_artefact(self.path, _KIND, tensors, about, force=True)
 
     def discard(self) -> None:
@@ -164,8 +153,24 @@ class WriteInterval:
         self._due = now + max(_PAUSE, _SHARE * (now - started))
 
 
-def _empty(names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, dict[str, Tensor]]]:
-    return {component: {name: {} for name in found} for component, found in names.items()}
+def _checked(
+    kind: type[Statistics], names: Mapping[str, Sequence[str]], tables: Tables, buckets: int
+) -> Tables:
+    """Return sums by component and name, in the order of the names.
+
+    Raises:
+        LookupError, ValueError: sums that are missing, unknown, or of a wrong shape or value.
+    """
+    found: Tables = {}
+    for component, owners in names.items():
+        table = tables.pop(component, {})
+        found[component] = {name: table.pop(name) for name in owners}
+        tables |= {component: table} if table else {}
+        for name, sums in found[component].items():
+            kind.check_sums(f"{component}/{name}", sums, buckets)
+    if tables:
+        raise ValueError(f"sums of {min(tables)}, which nothing is said about")
+    return found
 
 
 def _short(value: object) -> str:

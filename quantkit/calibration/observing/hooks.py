@@ -12,15 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.observing.accumulators import (
-    Accumulators,
-    LayerSums,
-    add_inputs,
-    statistics_of,
-)
+from quantkit.calibration.observing.accumulators import Accumulators, add_inputs
 from quantkit.calibration.observing.attention_accumulators import (
     AttentionAccumulators,
-    AttentionSums,
     add_attended,
 )
 from quantkit.calibration.observing.attention_observer import listening, observed_modules
@@ -29,6 +23,7 @@ from quantkit.calibration.observing.layer_modules import find_modules
 from quantkit.calibration.observing.observed_step import replaying
 from quantkit.calibration.observing.shared_input import Seen
 from quantkit.calibration.statistics.batch_peaks import Sizes
+from quantkit.calibration.statistics.fields import Tensors
 from quantkit.calibration.statistics.layer_statistics import LayerStatistics
 from quantkit.calibration.statistics.sampling import (
     Candidates,
@@ -164,7 +159,7 @@ class Collector:
             ModelError: a bucket saw no call of the denoiser.
         """
         self.refuse_empty()
-        return {name: statistics_of(sums) for name, sums in self.taken().items()}
+        return {name: LayerStatistics.of_sums(sums) for name, sums in self.taken().items()}
 
     def refuse_empty(self) -> None:
         """Refuse timestep buckets without statistics; a denoiser may be called at none.
@@ -178,20 +173,20 @@ class Collector:
                 f"{self.calls}, edges {self.edges}); calibrate with buckets 1"
             )
 
-    def taken(self) -> dict[str, LayerSums]:
+    def taken(self) -> dict[str, dict[str, Tensor]]:
         """Return the sums so far of every layer that was called, in the order of first calls."""
         self._settle()
         return {name: sums.taken() for name, sums in self._sums.items()}
 
-    def taken_attention(self) -> dict[str, AttentionSums]:
+    def taken_attention(self) -> dict[str, dict[str, Tensor]]:
         """Return the sums so far of every attention module that was called, likewise."""
         self._settle()
         return {name: sums.taken() for name, sums in self._attention_sums.items()}
 
     def put(
         self,
-        sums: Mapping[str, LayerSums],
-        attention: Mapping[str, AttentionSums],
+        sums: Mapping[str, Tensors],
+        attention: Mapping[str, Tensors],
         calls: Sequence[int],
         edges: tuple[float, ...],
     ) -> None:
@@ -207,9 +202,8 @@ class Collector:
         for layer, found in sums.items():
             self._sums_of(layer, device).put(found)
         for name, kept in attention.items():
-            # Of (buckets, 2, heads, columns), what stands where keys have it.
-            shape = kept["low"].transpose(1, 2).shape
-            self._attention_sums_of(name, shape, device).put(kept)
+            heads, columns = kept["k_mean"].shape[1:]
+            self._attention_sums_of(name, heads, columns, device).put(kept)
 
     @property
     def records(self) -> bool:
@@ -373,19 +367,20 @@ class Collector:
             self._bad[self._averaged] |= ~torch.stack(averages).isfinite().all(dim=1)
 
     def _attend(self, name: str, heads: Heads, call: AttentionCall) -> None:
-        sums = self._attention_sums_of(name, heads.k.shape, heads.k.device)
+        _, count, _, columns = heads.k.shape
+        sums = self._attention_sums_of(name, count, columns, heads.k.device)
         self._settle_before(name, self._found.attended)
         self._found.attended[name] = sums.look(heads, call.scale)
 
     def _attention_sums_of(
-        self, name: str, shape: Sequence[int], device: torch.device
+        self, name: str, heads: int, columns: int, device: torch.device
     ) -> AttentionAccumulators:
-        """Return the accumulators of a module whose keys have this shape, (B, H, N, D)."""
+        """Return the accumulators of a module."""
         if name not in self._attention_sums:
             self._flag(name, device)
             self._attention_sums[name] = AttentionAccumulators(
-                shape[1],
-                shape[3],
+                heads,
+                columns,
                 len(self.calls),
                 device,
                 errors_from=self._errors_from,

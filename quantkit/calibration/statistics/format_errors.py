@@ -24,7 +24,7 @@ from quantkit.numerics.attention_factors import (
     measured_scales,
     with_padding,
 )
-from quantkit.numerics.attention_formats import ATTENTION_FORMATS, AttentionFormat
+from quantkit.numerics.attention_formats import AttentionFormat
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.numerics.formats import INT8
 
@@ -179,21 +179,6 @@ def lost_power(
     wanted = scaled_dot_product_attention(*exact, scale=scale)
     lost = [_power(wanted - y) for y in _rounded(some, scale, formats, scales)]
     return torch.stack(lost), _power(wanted)
-
-
-class FormatErrors:
-    """Sums over the calls of one attention module, of all formats."""
-
-    def __init__(self, heads: int, device: torch.device) -> None:
-        """Begin with nothing seen."""
-        count = len(ATTENTION_FORMATS)
-        self.lost = torch.zeros(count, heads, dtype=torch.float64, device=device)
-        self.power = torch.zeros(heads, dtype=torch.float64, device=device)
-
-    def add(self, lost: Tensor, power: Tensor) -> None:
-        """Add what ``lost_power`` found of one call, of all formats."""
-        self.lost += lost
-        self.power += power
 
 
 def _power(t: Tensor) -> Tensor:

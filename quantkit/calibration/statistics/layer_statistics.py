@@ -1,22 +1,37 @@
 """What calibration stores: statistics of the input of every layer, and how they were taken."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from quantkit.calibration.statistics.attention_statistics import (
-    AttentionStatistics,
-    check_attention,
+from quantkit.calibration.statistics.attention_statistics import AttentionStatistics
+from quantkit.calibration.statistics.fields import (
+    LARGEST,
+    MOVING,
+    TOTAL,
+    Statistics,
+    StatisticsT,
+    Tensors,
+    f32,
+    f64,
+    i64,
+    mean_over,
+    row,
 )
-from quantkit.calibration.statistics.layer_fields import check_statistics
-from quantkit.calibration.statistics.merged_buckets import bucket_groups, targets_of
-from quantkit.calibration.statistics.sampling import join_samples
+from quantkit.calibration.statistics.sampling import (
+    PRIORITIES,
+    SAMPLE_COUNT,
+    SAMPLE_ROWS,
+    SAMPLES,
+    count_samples,
+    refuse_more_samples,
+)
 from quantkit.errors import ArtefactError
 from quantkit.models.source import Component
 from quantkit.numerics.histogram import BINS, quantiles
@@ -28,94 +43,64 @@ _KIND = "quantkit_calibration"
 _ATTENTION = "attention."
 
 
+def _fits_channels(tensors: Tensors) -> str:
+    channels, columns = (tensors[name].shape[-1] for name in ("channel_amax", "samples"))
+    fits = channels and columns % channels == 0
+    return "" if fits else f"{columns} columns do not fit {channels} channels"
+
+
+def _amax_of(sums: Tensors) -> Tensor:
+    return sums["channel_amax"].amax(dim=1)
+
+
+_OF_VALUES = mean_over("count")
+
+
 @dataclass(frozen=True, eq=False)
-class LayerStatistics:
+class LayerStatistics(Statistics):
     """The input of one layer over B timestep buckets; C input channels, taps of a conv share.
 
-    R is ``SAMPLE_ROWS``; a convolution's rows are its windows, K = kh * kw * C, channels last.
+    R is ``SAMPLE_ROWS``, N is ``BINS``; a convolution's rows are its windows, K = kh * kw * C,
+    channels last.
     """
 
-    #: float32 (B,), largest |x|
-    amax: Tensor
-    #: float64 (B, BINS), how many |x| fell into each bin of ``histogram``
-    histogram: Tensor
-    #: float32 (B, C), mean of x**2
-    second_moment: Tensor
-    #: float32 (B, C), largest |x|
-    channel_amax: Tensor
-    #: int64 (B,), values seen per channel
-    count: Tensor
-    #: float64 (B,), exponential moving average of each call's largest |x|
-    moving_amax: Tensor
-    #: int64 (B,), the calls it averages
-    updates: Tensor
-    #: float32 (B, C), mean of x
-    mean: Tensor
-    #: bfloat16 (B, R, K), rows as the kernels read them, drawn uniformly from all that were seen;
-    #: by priority, zeros where fewer were seen
-    samples: Tensor
-    #: float64 (B, R), what each of them was drawn by; those of the largest stay
-    sample_priority: Tensor
-    #: int64 (B,), how many there are, the first ones
-    sample_count: Tensor
+    SIZES: ClassVar = {"N": BINS, "R": SAMPLE_ROWS}
 
-    def pooled(self) -> "LayerStatistics":
-        """Return the statistics of all buckets as one (B = 1)."""
-        return self.regrouped([0] * len(self.amax))
-
-    def regrouped(self, targets: Sequence[int]) -> "LayerStatistics":
-        """Return the statistics with bucket b poured into bucket ``targets[b]``.
-
-        All is exact but the moving average, which becomes the mean of those of the buckets, each
-        weighing as much as it had calls: one over the whole trajectory would remember its end only.
-        """
-        groups = bucket_groups(targets)
-        weighted = self.second_moment.double() * self.count.unsqueeze(1)
-        count = torch.stack([self.count[g].sum() for g in groups])
-        moment = torch.stack([weighted[g].sum(dim=0) for g in groups])
-        return LayerStatistics(
-            amax=torch.stack([self.amax[g].amax() for g in groups]),
-            histogram=torch.stack([self.histogram[g].sum(dim=0) for g in groups]),
-            second_moment=(moment / count.clamp(min=1).unsqueeze(1)).float(),
-            channel_amax=torch.stack([self.channel_amax[g].amax(dim=0) for g in groups]),
-            count=count,
-            **self._regrouped_average(groups),
-            **self._regrouped_samples(groups),
-        )
-
-    def _regrouped_average(self, groups: Sequence[Tensor]) -> dict[str, Tensor]:
-        weighted = self.moving_amax * self.updates
-        updates = torch.stack([self.updates[g].sum() for g in groups])
-        total = torch.stack([weighted[g].sum() for g in groups])
-        return {"moving_amax": total / updates.clamp(min=1), "updates": updates}
-
-    def _regrouped_samples(self, groups: Sequence[Tensor]) -> dict[str, Tensor]:
-        joined = [
-            join_samples(
-                [(self.samples[b : b + 1], self.sample_priority[b : b + 1]) for b in g.tolist()]
-            )
-            for g in groups
-        ]
-        weighted = self.mean.double() * self.count.unsqueeze(1)
-        count = torch.stack([self.count[g].sum() for g in groups]).clamp(min=1)
-        total = torch.stack([weighted[g].sum(dim=0) for g in groups])
-        priority = torch.cat([priority for _, priority in joined])
-        return {
-            "mean": (total / count.unsqueeze(1)).float(),
-            "samples": torch.cat([rows for rows, _ in joined]),
-            "sample_priority": priority,
-            "sample_count": (priority > 0).sum(dim=1),
-        }
-
-    def rebucketed(self, stored: Sequence[float], wanted: Sequence[float]) -> "LayerStatistics":
-        """Return the statistics per bucket of ``wanted`` edges, some of the ``stored`` ones."""
-        return self.regrouped(targets_of(stored, wanted))
+    #: largest |x|
+    amax: Tensor = field(metadata=row(f32, "B", LARGEST, derive=_amax_of))
+    #: how many |x| fell into each bin of ``histogram``
+    histogram: Tensor = field(metadata=row(f64, "BN", TOTAL))
+    #: mean of x**2
+    second_moment: Tensor = field(metadata=row(f32, "BC", _OF_VALUES))
+    #: largest |x|
+    channel_amax: Tensor = field(metadata=row(f32, "BC", LARGEST))
+    #: values seen per channel
+    count: Tensor = field(metadata=row(i64, "B", TOTAL))
+    #: exponential moving average of each call's largest |x|
+    moving_amax: Tensor = field(metadata=row(f64, "B", MOVING))
+    #: the calls it averages
+    updates: Tensor = field(metadata=row(i64, "B", TOTAL))
+    #: mean of x
+    mean: Tensor = field(metadata=row(f32, "BC", _OF_VALUES, signed=True))
+    #: rows as the kernels read them, drawn uniformly from all that were seen; by priority, zeros
+    #: where fewer were seen
+    samples: Tensor = field(
+        metadata=row(torch.bfloat16, "BRK", SAMPLES, signed=True, check=_fits_channels)
+    )
+    #: what each of them was drawn by; those of the largest stay
+    sample_priority: Tensor = field(metadata=row(f64, "BR", PRIORITIES))
+    #: how many there are, the first ones
+    sample_count: Tensor = field(
+        metadata=row(i64, "B", SAMPLE_COUNT, derive=count_samples, check=refuse_more_samples)
+    )
 
     def percentile(self, percent: float) -> Tensor:
         """Return the |x| that ``percent`` of all values do not exceed, float64 (B,)."""
         return quantiles(self.histogram, self.amax, percent / 100)
 
 
+#: Fields by component, module path and name.
+Tables = dict[str, dict[str, dict[str, Tensor]]]
 #: Statistics by component and module path.
 LayersByComponent = dict[str, dict[str, LayerStatistics]]
 AttentionByComponent = dict[str, dict[str, AttentionStatistics]]
@@ -240,10 +225,12 @@ def save_calibration(calibration: Calibration, path: Path, *, force: bool) -> No
     Raises:
         OutputError: the file exists without ``force``, or cannot be written.
     """
-    tensors = {
-        **_tensors_of(calibration.layers, ""),
-        **_tensors_of(calibration.attention, _ATTENTION),
-    }
+    tensors = named_tensors(
+        *(
+            {c: {n: found.tensors() for n, found in table.items()} for c, table in tables.items()}
+            for tables in (calibration.layers, calibration.attention)
+        )
+    )
     about = {"edges": calibration.edges, "bins": BINS, "provenance": asdict(calibration.metadata)}
     write_artefact(path, _KIND, tensors, about, force=force)
 
@@ -257,7 +244,10 @@ def load_calibration(path: Path) -> Calibration:
     tensors, about = read_artefact(path, _KIND)
     with parsing(path, cure="calibrate again"):
         edges = edges_of(about["edges"])
-        layers, attention = _tables_of(tensors, len(edges) + 1)
+        buckets = len(edges) + 1
+        of_layers, of_attention = tables_of(tensors)
+        layers = _checked(LayerStatistics, of_layers, buckets)
+        attention = _checked(AttentionStatistics, of_attention, buckets)
         about_run = as_type(CalibrationProvenance, about["provenance"])
         # One that no prompt called has no layers with statistics.
         layers = {name: {} for name in about_run.digests} | layers
@@ -280,43 +270,49 @@ def edges_of(values: Any) -> tuple[float, ...]:
     return edges
 
 
-def _tensors_of(tables: LayersByComponent | AttentionByComponent, prefix: str) -> dict[str, Tensor]:
-    """Return every field that is there, by component, layer and field."""
+def _checked(
+    kind: type[StatisticsT], tables: Mapping[str, Mapping[str, Tensors]], buckets: int
+) -> dict[str, dict[str, StatisticsT]]:
+    """Return the statistics of tensors by component and name.
+
+    Raises:
+        ValueError: tensors that are missing, unknown, or of a wrong shape or value.
+    """
     return {
-        pack_name(component, layer, prefix + field.name): tensor
+        component: {
+            name: kind.checked(f"{component}/{name}", tensors, buckets)
+            for name, tensors in table.items()
+        }
         for component, table in tables.items()
-        for layer, statistics in table.items()
-        for field in fields(statistics)
-        if (tensor := getattr(statistics, field.name)) is not None
     }
 
 
-def _tables_of(
-    tensors: Mapping[str, Tensor], buckets: int
-) -> tuple[LayersByComponent, AttentionByComponent]:
-    """Undo ``_tensors_of``, for layers and for attention modules.
+def named_tensors(*tables: Mapping[str, Mapping[str, Tensors]]) -> dict[str, Tensor]:
+    """Return the tensors of layers and of attention modules by their names in a file.
+
+    Args:
+        tables: of layers and of attention modules: fields by component and name.
+    """
+    return {
+        pack_name(component, name, prefix + field): tensor
+        for prefix, table in zip(("", _ATTENTION), tables, strict=True)
+        for component, owners in table.items()
+        for name, fields in owners.items()
+        for field, tensor in fields.items()
+    }
+
+
+def tables_of(tensors: Tensors) -> tuple[Tables, Tables]:
+    """Undo ``named_tensors``.
 
     Raises:
-        LookupError, ValueError: tensors that are missing, unknown, or of a wrong shape or value.
+        ValueError: names that it does not give.
     """
-    layers: LayersByComponent = {}
-    attention: AttentionByComponent = {}
-    for (component, name, of_attention), parts in _grouped(tensors).items():
-        where = f"{component}/{name}"
-        if of_attention:
-            check_attention(where, parts, buckets)
-            attention.setdefault(component, {})[name] = AttentionStatistics(**parts)
-        else:
-            check_statistics(where, parts, buckets)
-            layers.setdefault(component, {})[name] = LayerStatistics(**parts)
-    return layers, attention
-
-
-def _grouped(tensors: Mapping[str, Tensor]) -> dict[tuple[str, str, bool], dict[str, Tensor]]:
-    """Return fields by component, name, and whether that is an attention module."""
-    grouped: dict[tuple[str, str, bool], dict[str, Tensor]] = {}
+    layers: Tables = {}
+    attention: Tables = {}
     for packed, tensor in tensors.items():
         component, name, field = split_name(packed)
-        key = (component, name, field.startswith(_ATTENTION))
-        grouped.setdefault(key, {})[field.removeprefix(_ATTENTION)] = tensor
-    return grouped
+        table = attention if field.startswith(_ATTENTION) else layers
+        owner = table.setdefault(component, {}).setdefault(name, {})
+        owner[field.removeprefix(_ATTENTION)] = tensor
+    return layers, attention

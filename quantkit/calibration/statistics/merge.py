@@ -3,21 +3,14 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 
-import torch
-from torch import Tensor
-
-from quantkit.calibration.statistics.attention_statistics import merge_attention
+from quantkit.calibration.statistics.fields import StatisticsT
 from quantkit.calibration.statistics.layer_statistics import (
     AttentionByComponent,
     Calibration,
     CalibrationProvenance,
     LayersByComponent,
-    LayerStatistics,
 )
-from quantkit.calibration.statistics.moving_average import continued
-from quantkit.calibration.statistics.sampling import join_samples
 from quantkit.errors import ArtefactError
 
 
@@ -38,9 +31,9 @@ def merge(parts: Mapping[str, Calibration]) -> Calibration:
     for other, part in rest:
         _refuse_others(name, first, other, part)
     _refuse_repeated(parts)
-    layers = _merge_layers([part.layers for part in parts.values()])
+    layers = _merged([part.layers for part in parts.values()])
     tables = [part.attention for part in parts.values()]
-    attention = _merge_attention(tables) if all(tables) else {}
+    attention = _merged(tables) if all(tables) else {}
     about = _provenance([part.metadata for part in parts.values()])
     return Calibration(layers, first.edges, about, attention)
 
@@ -60,33 +53,24 @@ class Part:
 def join_parts(parts: Sequence[Part]) -> Part:
     """Return parts of one run, at least one, in the order of their batches, as one part."""
     return Part(
-        _merge_layers([part.layers for part in parts]),
-        _merge_attention([part.attention for part in parts]),
+        _merged([part.layers for part in parts]),
+        _merged([part.attention for part in parts]),
         parts[0].edges,
         _summed_calls([part.calls for part in parts]),
         sum(part.batches for part in parts),
     )
 
 
-def _merge_layers(tables: Sequence[LayersByComponent]) -> LayersByComponent:
-    """Return what any part saw: one may have called no layer of a kind."""
-    merged: LayersByComponent = {component: {} for component in tables[0]}
-    for component, found in merged.items():
-        for layer in dict.fromkeys(name for table in tables for name in table[component]):
-            seen = (table[component][layer] for table in tables if layer in table[component])
-            found[layer] = reduce(merge_layer, seen)
-    return merged
-
-
-def _merge_attention(tables: Sequence[AttentionByComponent]) -> AttentionByComponent:
-    """Return what any part saw: one may have called a module with masks only."""
-    merged: AttentionByComponent = {}
+def _merged(
+    tables: Sequence[Mapping[str, Mapping[str, StatisticsT]]],
+) -> dict[str, dict[str, StatisticsT]]:
+    """Return what any part saw: one may have called no layer of a kind, or with masks only."""
+    merged: dict[str, dict[str, StatisticsT]] = {}
     for table in tables:
-        for component, modules in table.items():
-            found = merged.setdefault(component, {})
-            for name, statistics in modules.items():
-                before = found.get(name)
-                found[name] = merge_attention(before, statistics) if before else statistics
+        for component, found in table.items():
+            mine = merged.setdefault(component, {})
+            for name, later in found.items():
+                mine[name] = mine[name].followed_by(later) if name in mine else later
     return merged
 
 
@@ -94,39 +78,6 @@ def _summed_calls(tables: Sequence[Mapping[str, list[int]]]) -> dict[str, list[i
     return {
         name: [sum(counts) for counts in zip(*(table[name] for table in tables), strict=True)]
         for name in tables[0]
-    }
-
-
-def merge_layer(first: LayerStatistics, second: LayerStatistics) -> LayerStatistics:
-    """Return the statistics of both runs, the second having come after the first."""
-    count = first.count + second.count
-    squares = sum(s.second_moment.double() * s.count.unsqueeze(1) for s in (first, second))
-    assert isinstance(squares, Tensor)
-    return LayerStatistics(
-        amax=torch.maximum(first.amax, second.amax),
-        histogram=first.histogram + second.histogram,
-        second_moment=(squares / count.clamp(min=1).unsqueeze(1)).float(),
-        channel_amax=torch.maximum(first.channel_amax, second.channel_amax),
-        count=count,
-        **_averages(first, second),
-        **_samples(first, second),
-    )
-
-
-def _averages(first: LayerStatistics, second: LayerStatistics) -> dict[str, Tensor]:
-    average = continued(first.moving_amax, first.updates, second.moving_amax, second.updates)
-    return {"moving_amax": average, "updates": first.updates + second.updates}
-
-
-def _samples(first: LayerStatistics, second: LayerStatistics) -> dict[str, Tensor]:
-    rows, priority = join_samples([(s.samples, s.sample_priority) for s in (first, second)])
-    one, two = (s.mean.double() * s.count.unsqueeze(1) for s in (first, second))
-    count = (first.count + second.count).clamp(min=1)
-    return {
-        "mean": ((one + two) / count.unsqueeze(1)).float(),
-        "samples": rows,
-        "sample_priority": priority,
-        "sample_count": (priority > 0).sum(dim=1),
     }
 
 

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from quantkit.calibration.statistics.fields import Merge, Tensors
+
 #: Rows kept per layer and timestep bucket.
 SAMPLE_ROWS = 32
 
@@ -186,14 +188,37 @@ class Reservoir:
         return _sorted(self.rows.cpu(), torch.from_numpy(priority))
 
 
-def join_samples(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the samples over all parts: those of the largest priorities.
+def _largest_priorities(rows: Tensor, priority: Tensor) -> Tensor:
+    """Return the rows of the largest priorities among those of several buckets.
 
     Args:
-        parts: samples (B, R, K) and priorities (B, R) of each.
+        rows: (n, R, ...) of n buckets.
+        priority: (n, R).
     """
-    rows = torch.cat([rows for rows, _ in parts], dim=1)
-    return _sorted(rows, torch.cat([priority for _, priority in parts], dim=1))
+    return _sorted(rows.flatten(0, 1).unsqueeze(0), priority.flatten().unsqueeze(0))[0][0]
+
+
+def _held_rows(priority: Tensor) -> Tensor:
+    return (priority > 0).sum(dim=-1)
+
+
+#: Of rows, of their priorities, and of how many there are.
+SAMPLES = Merge(_largest_priorities, "sample_priority")
+PRIORITIES = Merge(_largest_priorities)
+SAMPLE_COUNT = Merge(
+    lambda _, priority: _held_rows(priority).sum().clamp(max=SAMPLE_ROWS), "sample_priority"
+)
+
+
+def count_samples(sums: Tensors) -> Tensor:
+    """Return how many rows each bucket has, int64 (B,)."""
+    return _held_rows(sums["sample_priority"])
+
+
+def refuse_more_samples(tensors: Tensors) -> str:
+    """Return what is wrong with a number of rows; empty: nothing."""
+    more = bool((tensors["sample_count"] > SAMPLE_ROWS).any())
+    return f"above {SAMPLE_ROWS}" if more else ""
 
 
 def rows_on_device(values: Tensor, module: nn.Module, image: Tensor, row: Tensor) -> Tensor:
