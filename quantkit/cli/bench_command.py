@@ -78,7 +78,7 @@ def bench(
 ) -> None:
     """Check and time the kernels, and say how near they come to what the device can do.
 
-    Every result is compared with float64 first; a wrong one is not timed, and the exit code is 1.
+    Every result is compared with its reference first. A wrong one is not timed; exit code 1.
     """
     from quantkit.workflow.bench import bench_kernels
 

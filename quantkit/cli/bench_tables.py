@@ -27,8 +27,8 @@ _COLUMNS = (
 
 def print_result(result: "BenchResult") -> None:
     """Print the machine, its ceilings, a table per operation, and who did not take part."""
-    from quantkit.bench.kernels.kernel_benchmark import OPERATIONS
-    from quantkit.bench.kernels.kernel_figures import Verdict
+    from quantkit.bench.kernels.figures import Verdict
+    from quantkit.bench.kernels.operations import OPERATIONS
 
     _print_machine(result.machine, result.clocks)
     _print_ceilings(result)
@@ -36,7 +36,7 @@ def print_result(result: "BenchResult") -> None:
         rows = [row for row in result.rows if row.op == operation.name]
         if rows:
             cells = [_cells(row, rows) for row in rows if row.verdict is not Verdict.CANNOT]
-            columns = (operation.workload.axes, *_COLUMNS)
+            columns = (operation.problem.kind.axes, *_COLUMNS)
             print_table(f"{operation.name}: {operation.title}", columns, cells)
     _print_absent(result)
     if not result.complete:
@@ -125,7 +125,7 @@ def _print_ceilings(result: "BenchResult") -> None:
     echo(f"copy: {copy.rate:.0f} GB/s ({copy.source})")
     for precision, peak in ceilings.matmul.items():
         origin = "measured" if peak.measured else "data sheet"
-        echo(f"{precision.value}: {peak.rate:.4g} TFLOP/s, {origin} ({peak.source})")
+        echo(f"{precision}: {peak.rate:.4g} TFLOP/s, {origin} ({peak.source})")
 
 
 def _print_machine(machine: "Machine", measured: "tuple[dict[str, str], dict[str, str]]") -> None:

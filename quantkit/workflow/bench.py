@@ -9,25 +9,21 @@ from typing import Any
 import torch
 
 from quantkit.bench.estimate.cards import find_card
-from quantkit.bench.estimate.estimate_figures import EstimateResult, save_estimate
+from quantkit.bench.estimate.estimate_figures import EstimateResult
 from quantkit.bench.estimate.estimate_step import estimate_step
 from quantkit.bench.kernels import compare as comparing
-from quantkit.bench.kernels import kernel_figures as results
 from quantkit.bench.kernels.compare import RunComparison
-from quantkit.bench.kernels.kernel_benchmark import OPERATIONS, cases, run_bench
-from quantkit.bench.kernels.kernel_figures import (
-    BenchResult,
-    EarlierRun,
-    load_baseline,
-    save_result,
-)
+from quantkit.bench.kernels.figures import save_figures
+from quantkit.bench.kernels.kernel_benchmark import run_bench
+from quantkit.bench.kernels.kernel_figures import BenchResult, EarlierRun, load_baseline
 from quantkit.bench.kernels.kernel_shapes import find_shapes
 from quantkit.bench.kernels.machine import describe_machine
+from quantkit.bench.kernels.operations import OPERATIONS, cases
 from quantkit.bench.kernels.timing import TimingPlan
 from quantkit.bench.models.denoisers import find_denoiser
 from quantkit.bench.models.model_benchmark import run_model_bench
 from quantkit.bench.models.model_contenders import ESTIMATED, MODEL_CONTENDERS, ModelContender
-from quantkit.bench.models.model_result import ModelBenchSettings, ModelResult, save_model_result
+from quantkit.bench.models.model_result import ModelBenchSettings, ModelResult
 from quantkit.errors import ArtefactError
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
@@ -57,7 +53,7 @@ class KernelBench:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         comparison = self.comparison and comparing.to_json(self.comparison)
-        return {**results.to_json(self.result), "comparison": comparison}
+        return {**self.result.to_json(), "comparison": comparison}
 
 
 def bench_kernels(
@@ -107,13 +103,13 @@ def bench_kernels(
         shapes = "host" if place.type == "cpu" else "all"
     table = find_shapes(shapes)
     if not cases(chosen, table):
-        wanted = ", ".join(dict.fromkeys(operation.workload.axes for operation in chosen))
-        raise ArtefactError(f"shapes {shapes!r}: none of {', '.join(ops)}, wanted {wanted}")
+        axes = ", ".join(dict.fromkeys(operation.problem.kind.axes for operation in chosen))
+        raise ArtefactError(f"shapes {shapes!r}: none of {', '.join(ops)}, expected {axes}")
     before = _baseline(as_path(baseline), place)
     plan = TimingPlan(warmup=3, repeats=repeats, seconds=seconds)
     result = run_bench(table, chosen, place, plan, against_torch=against_torch, progress=progress)
     if saved is not None:
-        write_or_keep(partial(save_result, result, force=force), saved)
+        write_or_keep(partial(save_figures, result, force=force), saved)
     return KernelBench(result, comparing.compare(result, before, threshold) if before else None)
 
 
@@ -175,7 +171,7 @@ def bench_model(
         progress=progress,
     )
     if saved is not None:
-        write_or_keep(partial(save_model_result, result, force=force), saved)
+        write_or_keep(partial(save_figures, result, force=force), saved)
     return result
 
 
@@ -214,7 +210,7 @@ def estimate_model(
     every = [c for one in chosen for c in _with_attention(one, settings.attention)]
     result = estimate_step(find_denoiser(config), every, settings, place, progress)
     if saved is not None:
-        write_or_keep(partial(save_estimate, result, force=force), saved)
+        write_or_keep(partial(save_figures, result, force=force), saved)
     return result
 
 

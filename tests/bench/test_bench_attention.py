@@ -9,30 +9,26 @@ import torch
 from click.testing import CliRunner
 from torch.nn.functional import scaled_dot_product_attention
 
-from quantkit.bench.kernels import attention_contenders, kernel_benchmark, libraries, timing
-from quantkit.bench.kernels.attention_libraries import LIBRARIES
-from quantkit.bench.kernels.attention_problem import AttentionProblem
-from quantkit.bench.kernels.contender import UnavailableError
-from quantkit.bench.kernels.kernel_benchmark import OPERATIONS, cases
+from quantkit.bench.kernels import attention_libraries, kernel_benchmark, timing
+from quantkit.bench.kernels.attention_libraries import ATTENTION
+from quantkit.bench.kernels.contender import UnavailableError, judge
 from quantkit.bench.kernels.kernel_figures import load_baseline
 from quantkit.bench.kernels.kernel_shapes import AttentionShape, Shape, find_shapes
-from quantkit.bench.kernels.roofline import Precision, Work
-from quantkit.bench.kernels.workloads import Attention
+from quantkit.bench.kernels.operations import OPERATIONS, cases
+from quantkit.bench.kernels.problem import AttentionProblem
 from quantkit.cli.bench_command import bench as command
 from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
-from quantkit.device.ops.attention import attention as reference
+from quantkit.device.ops.table import OPS
 from quantkit.errors import ArtefactError
 from tests.bench.test_bench import CEILINGS
 from tests.support.kernel_cases import need
 
 CPU = torch.device("cpu")
 SMALL = AttentionShape(2, 3, 37, 101, 40)
-OWN = {c.name: c for c in (*attention_contenders.FP8, *attention_contenders.INT8_QK)}
-LIBRARY = {c.name: c for c in LIBRARIES}
-BOTH = pytest.mark.parametrize(
-    "contenders", [attention_contenders.FP8, attention_contenders.INT8_QK], ids=["fp8", "int8"]
-)
+OWN = {c.name: c for c in OPERATIONS["attention_fp8"].own}
+LIBRARY = {c.name: c for c in ATTENTION}
+BOTH = pytest.mark.parametrize("name", ["attention_fp8", "attention_int8"])
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +44,7 @@ def _host():
 
 @pytest.fixture
 def problem():
-    return AttentionProblem(SMALL, CPU)
+    return AttentionProblem(OPS["attention_fp8"], SMALL, CPU)
 
 
 # ---------------------------------------------------------------------------------------- shapes
@@ -91,79 +87,54 @@ def test_damaged_shapes_are_named(tmp_path, row):
         find_shapes(str(tmp_path / "a.json"))
 
 
-def test_work_is_two_products_and_operands_once():
-    shape, queries, keys = AttentionShape(2, 3, 100, 50, 8), 2 * 3 * 100 * 8, 2 * 3 * 50 * 8
-    flops = 4.0 * 2 * 3 * 100 * 50 * 8
-    given, whole = OWN["quantkit, codes given"], OWN["quantkit, static scales"]
-    assert Attention().work(shape, given) == Work(flops, queries + 2 * keys + 2 * queries)
-    assert Attention().work(shape, whole) == Work(flops, 2 * (queries + 2 * keys) + 2 * queries)
-    making = OWN["quantkit, making codes alone"]
-    assert Attention().work(shape, making) == Work(0.0, 3 * (queries + 2 * keys))
+@BOTH
+def test_work_is_two_products(name):
+    problem = AttentionProblem(OPS[name], AttentionShape(2, 3, 100, 50, 8), CPU)
+    assert problem.product.flops == 4.0 * 2 * 3 * 100 * 50 * 8
 
 
 @pytest.mark.parametrize("size", [12, 168])
 def test_heads_that_no_kernel_takes_are_named(size):
-    found = Attention().why_not(AttentionShape(1, 1, 8, 8, size))
-    assert found == f"heads of {size} columns, wanted a multiple of 8 up to 160"
+    found = AttentionProblem.why_not(OPS["attention_fp8"], AttentionShape(1, 1, 8, 8, size))
+    assert found == f"heads of {size} columns, expected a multiple of 8 up to 160"
 
 
 # ------------------------------------------------------------------------------- right, then fast
 
 
-def test_exact_results_are_torchs(problem, monkeypatch):
-    wanted = scaled_dot_product_attention(*(t.double() for t in (problem.q, problem.k, problem.v)))
-    assert torch.allclose(problem.exact, wanted, rtol=1e-12, atol=1e-12)
-    problem.forget_exact()
-    monkeypatch.setattr(
-        "quantkit.bench.kernels.attention_problem._SCORES", 1000
-    )  # some rows at a time
-    assert torch.allclose(problem.exact, wanted, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["codes_fp8", "codes_int8"])
-def test_exact_results_of_codes_are_near_the_reference(problem, name):
-    codes = getattr(problem, name)
-    y = reference(
-        codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
-        SMALL.keys, SMALL.heads, SMALL.head_size, codes.qk_format, torch.float64,
-        precision=torch.float64,
-    )  # fmt: skip
-    exact = getattr(problem, name.replace("codes", "exact"))
-    # The reference rounds probabilities, by 0.026 of each, and the mean of a hundred by a tenth.
-    assert 1e-4 < float((y.transpose(1, 2) - exact).norm() / exact.norm()) < 6e-3
+@BOTH
+def test_expected_results_are_near_torchs(name):
+    problem = AttentionProblem(OPS[name], SMALL, CPU)
+    heads = (t.double() for t in (problem.q, problem.k, problem.v))
+    right = scaled_dot_product_attention(*heads).transpose(1, 2)
+    (y,) = problem.expected
+    # Codes of q, k and v are 0.026 of each off, and the mean of a hundred a tenth of that.
+    assert 1e-4 < float((y.double() - right).norm() / right.norm()) < 0.02
 
 
 def judged(contender, problem, y):
-    return contender.judge(problem, y), contender.allowed(problem.shape.summed)
+    found = judge(contender, problem, y)
+    return found.error, found.limit
 
 
 @pytest.mark.usefixtures("_host")
 @BOTH
 @pytest.mark.parametrize("keys", [77, 1024])
-def test_right_results_are_told_from_wrong_ones(contenders, keys):
-    problem = AttentionProblem(AttentionShape(1, 1, 64, keys, 64), CPU)
-    for contender in contenders[:3]:
+def test_right_results_are_told_from_wrong_ones(name, keys):
+    problem = AttentionProblem(OPS[name], AttentionShape(1, 1, 64, keys, 64), CPU)
+    for contender in OPERATIONS[name].own[:3]:
         right = contender.prepare(problem)()
         error, allowed = judged(contender, problem, right)
-        assert 0 < error < allowed
+        assert error < allowed
         for wrong in (
             right * 1.06,  # a scale, or probabilities that sum to more than one
             torch.where(torch.arange(64) == 3, right * 1.2, right),
             right.roll(1, dims=3),
             torch.zeros_like(right),
             torch.full_like(right, torch.nan),
-            right.transpose(1, 2)[:, :, :, 1:],
+            right[..., 1:],
         ):
             assert not judged(contender, problem, wrong)[0] <= allowed
-
-
-@BOTH
-def test_codes_are_judged_one_by_one(contenders, problem):
-    making = next(c for c in contenders if c.precision is None)
-    codes = making.prepare(problem)()
-    assert making.judge(problem, codes) <= making.limit
-    q, k, v = codes
-    assert making.judge(problem, (q, k.roll(1, dims=1), v)) > 0.5
 
 
 def test_the_fallback_is_not_timed_as_a_kernel(problem):
@@ -206,7 +177,7 @@ def test_sage_attention_is_called_by_heads(problem, monkeypatch):
 
     fake.__dict__["sageattn"] = sageattn
     monkeypatch.setitem(sys.modules, "sageattention", fake)
-    monkeypatch.setattr(libraries, "need_gpu", lambda problem: None)
+    monkeypatch.setattr(attention_libraries, "need_gpu", lambda problem: None)
     sage = LIBRARY["SageAttention"]
     error, allowed = judged(sage, problem, sage.prepare(problem)())
     assert error < allowed
@@ -266,7 +237,7 @@ def test_cudnn_is_given_scales_that_make_it_right(problem, monkeypatch):
         set_stream=lambda **options: None,
     )
     monkeypatch.setitem(sys.modules, "cudnn", fake)
-    monkeypatch.setattr(libraries, "need_gpu", lambda problem: None)
+    monkeypatch.setattr(attention_libraries, "need_gpu", lambda problem: None)
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     contender = LIBRARY["cuDNN, fp8, codes given"]
@@ -306,9 +277,5 @@ def test_the_command_times_it_apart_and_saves_it(tmp_path):
 def test_groups_without_shapes_of_the_operation_are_refused(op, shapes):
     done = run("--op", op, "--shapes", shapes)
     assert isinstance(done.exception, ArtefactError)
-    axes = OPERATIONS[op].workload.axes
-    assert str(done.exception) == f"shapes '{shapes}': none of {op}, wanted {axes}"
-
-
-def test_int8_scores_have_a_peak_of_their_own():
-    assert {c.precision for c in attention_contenders.INT8_QK} == {Precision.INT8, None}
+    axes = OPERATIONS[op].problem.kind.axes
+    assert str(done.exception) == f"shapes '{shapes}': none of {op}, expected {axes}"

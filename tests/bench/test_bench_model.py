@@ -17,7 +17,7 @@ from torch import nn
 
 from quantkit.bench.kernels import compiled_blocks, timing
 from quantkit.bench.kernels.compiled_blocks import outside_blocks, with_shared_weights
-from quantkit.bench.kernels.kernel_figures import Verdict
+from quantkit.bench.kernels.figures import Verdict
 from quantkit.bench.kernels.timing import TimingPlan
 from quantkit.bench.kernels.torchao_dynamic import short_layers
 from quantkit.bench.models import judging

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from quantkit.bench.kernels import timing
-from quantkit.bench.kernels.kernel_figures import Verdict
+from quantkit.bench.kernels.figures import Verdict
 from quantkit.bench.models.judging import Eager, judge_attention
 from quantkit.bench.models.model_attention import why_not_used
 from quantkit.bench.models.model_contenders import MODEL_CONTENDERS

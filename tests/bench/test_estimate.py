@@ -17,11 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from quantkit.bench.estimate.cards import CARDS, find_card
 from quantkit.bench.estimate.estimate_step import estimate_step
 from quantkit.bench.estimate.estimated_kernels import Kernel, fused, separate, with_layout_copies
-from quantkit.bench.estimate.groups import NORMS, PRODUCTS, PROFILED, SMALL
+from quantkit.bench.estimate.groups import PROFILED
 from quantkit.bench.estimate.kernel_cost import BOUNDS, time_kernels
-from quantkit.bench.estimate.matrix_product import Product
 from quantkit.bench.estimate.shape_models import as_compiled, trace_contender
 from quantkit.bench.estimate.tracing import View, trace
+from quantkit.bench.kernels.matrix_product import Product
+from quantkit.bench.kernels.operator_costs import NORMS, PRODUCTS, SMALL
 from quantkit.bench.models.denoiser_inputs import make_inputs
 from quantkit.bench.models.denoisers import DENOISERS, Denoiser, build_denoiser, find_denoiser
 from quantkit.bench.models.model_contenders import MODEL_CONTENDERS

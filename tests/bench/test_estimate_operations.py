@@ -11,8 +11,8 @@ from quantkit.bench.estimate.cards import CARDS
 from quantkit.bench.estimate.estimated_kernels import separate
 from quantkit.bench.estimate.groups import PROFILED
 from quantkit.bench.estimate.kernel_cost import time_kernels
-from quantkit.bench.estimate.operator_costs import COSTS
 from quantkit.bench.estimate.tracing import trace
+from quantkit.bench.kernels.operator_costs import COSTS
 from quantkit.bench.models.profiling import group_of
 from quantkit.device.ops.op import all_variants
 from quantkit.device.ops.table import OPS

@@ -171,7 +171,8 @@ def _write_measured(root: Path) -> None:
         "shape": {"m": 16, "n": 32, "k": 64},
         "timing": {"p50_us": 12.5},
     }
-    from quantkit.bench.kernels.kernel_figures import SCHEMA, VERSION
+    from quantkit.bench.kernels.figures import VERSION
+    from quantkit.bench.kernels.kernel_figures import SCHEMA
 
     baseline = {
         "schema": SCHEMA,

@@ -1,16 +1,12 @@
-"""The figures of an estimate, and their file."""
+"""The figures of an estimate."""
 
-import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from quantkit.bench.estimate.cards import Card
+from quantkit.bench.kernels.figures import VERSION
 from quantkit.bench.models.denoisers import Denoiser
-from quantkit.bench.models.model_result import ModelBenchSettings
-from quantkit.storage.files import staged_file
-
-SCHEMA, VERSION = "quantkit.model.estimate", 1
+from quantkit.bench.models.model_result import ModelBenchSettings, model_facts
 
 
 @dataclass(frozen=True)
@@ -68,26 +64,15 @@ class EstimateResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the file's JSON values."""
-        settings, card = asdict(self.settings), asdict(self.card)
-        del settings["scratch"], card["efficiency"]
+        card = asdict(self.card)
+        del card["efficiency"]
         return {
-            "schema": SCHEMA,
+            "schema": "quantkit.model.estimate",
             "schema_version": VERSION,
             "card": card,
-            "model": asdict(self.denoiser),
-            "settings": settings,
+            **model_facts(self.denoiser, self.settings),
             "rows": [_row(row) for row in self.rows],
         }
-
-
-def save_estimate(result: EstimateResult, path: Path, *, force: bool) -> None:
-    """Write the figures.
-
-    Raises:
-        OutputError: it exists without ``force``, or cannot be written.
-    """
-    with staged_file(path, force=force) as stage:
-        stage.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
 
 
 def _row(row: EstimateRow) -> dict[str, Any]:

@@ -10,10 +10,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from quantkit.bench.estimate.groups import ATTENTION, NORMS, PRODUCTS, SMALL
-from quantkit.bench.estimate.matrix_product import Product
-from quantkit.bench.estimate.operator_costs import Cost, cost_of
 from quantkit.bench.estimate.tracing import Call, View
+from quantkit.bench.kernels.matrix_product import Product
+from quantkit.bench.kernels.operator_costs import (
+    ATTENTION,
+    NORMS,
+    PRODUCTS,
+    SMALL,
+    Cost,
+    cost_of,
+)
 
 _GROUP_NORM = "aten.native_group_norm"
 _STATISTICS, _APPLIED = "group_norm statistics", "group_norm applied"

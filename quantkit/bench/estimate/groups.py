@@ -1,8 +1,8 @@
 """The groups that kernels are in."""
 
+from quantkit.bench.kernels.operator_costs import ATTENTION, NORMS, PRODUCTS, SMALL
 from quantkit.bench.models.profiling import IDLE
 
-PRODUCTS, ATTENTION, NORMS, SMALL = "products", "attention", "norms", "elementwise and copies"
 LAUNCHES = "launches"
 #: Group of an estimate -> groups of a profile.
 PROFILED: dict[str, tuple[str, ...]] = {

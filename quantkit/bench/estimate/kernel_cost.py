@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quantkit.bench.estimate.cards import Card
 from quantkit.bench.estimate.estimated_kernels import Kernel
-from quantkit.bench.estimate.matrix_product import Product
+from quantkit.bench.kernels.matrix_product import Product
 from quantkit.device.geometry import ceil_div
 
 MATRIX, MEMORY, VECTOR, LAUNCH = "matrix rate", "bandwidth", "vector rate", "launch"

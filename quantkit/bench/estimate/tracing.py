@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quantkit.bench.estimate.matrix_product import Product
-from quantkit.bench.estimate.operator_costs import product_of
+from quantkit.bench.kernels.matrix_product import Product
+from quantkit.bench.kernels.operator_costs import product_of
 from quantkit.pipelines.kept_results import keeping
 
 #: What only asks, or makes memory that nobody has written.

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.bench.kernels.kernel_figures import BenchResult, BenchRow, EarlierRun, Verdict
+from quantkit.bench.kernels.figures import Verdict
+from quantkit.bench.kernels.kernel_figures import BenchResult, BenchRow, EarlierRun
 from quantkit.errors import ArtefactError
 
 

@@ -1,32 +1,29 @@
-"""The kernel benchmark: shapes, operations, contenders; correct first, then timed."""
+"""The kernel benchmark: every contender's result is judged first, then all are timed in turns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
 
 import torch
 
-from quantkit.bench.kernels import (
-    attention_contenders,
-    attention_libraries,
-    geglu_contenders,
-    integer_contenders,
-    libraries,
-    own_contenders,
-)
+from quantkit.bench.kernels import libraries
 from quantkit.bench.kernels.compiled_blocks import compiler_settings_kept
-from quantkit.bench.kernels.contender import Contender, Problem, UnavailableError
-from quantkit.bench.kernels.kernel_figures import BenchResult, BenchRow, Rates, Verdict
+from quantkit.bench.kernels.contender import (
+    Contender,
+    PreparedCall,
+    UnavailableError,
+    judge,
+    tensors,
+)
+from quantkit.bench.kernels.figures import Verdict
+from quantkit.bench.kernels.kernel_figures import BenchResult, BenchRow, Rates
 from quantkit.bench.kernels.kernel_shapes import AnyShape
 from quantkit.bench.kernels.machine import describe_machine, read_clocks
-from quantkit.bench.kernels.roofline import Ceilings, measure_ceilings
+from quantkit.bench.kernels.operations import Operation, cases
+from quantkit.bench.kernels.problem import Problem
+from quantkit.bench.kernels.roofline import Ceilings, Work, measure_ceilings
 from quantkit.bench.kernels.stopping import stopping_early
-from quantkit.bench.kernels.timing import Call, Stopwatch, Timing, TimingPlan
-from quantkit.bench.kernels.workloads import Attention, Products, Workload
+from quantkit.bench.kernels.timing import Stopwatch, TimingPlan
 from quantkit.device import log
-from quantkit.device.ops.residual import SUFFIX
-from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, QuantkitError
 from quantkit.progress import Progress
 
@@ -35,127 +32,12 @@ REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, As
 
 
 @dataclass(frozen=True)
-class Operation:
-    """What is timed together: contenders that compute the same."""
+class _Right:
+    """A contender whose result is right."""
 
-    name: str
-    title: str
-    own: tuple[Contender, ...]
-    #: of torch and what builds on it
-    libraries: tuple[Contender, ...]
-    #: what its shapes are
-    workload: Workload
-
-
-_CODES, _F16 = partial(Products, reads_f16=False), partial(Products, reads_f16=True)
-# A byte for two outputs.
-_GATED = partial(_CODES, y_bytes=0.5)
-
-#: The operations of quantkit.device.ops, and what layers make of them.
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        Operation(
-            "gemm_fp8", "FP8 product of codes", own_contenders.GEMM, libraries.GEMM, _CODES(16)
-        ),
-        Operation(
-            "gemm_fp8_sparse",
-            "FP8 product with 2:4 weights",
-            own_contenders.GEMM_SPARSE,
-            libraries.GEMM_SPARSE,
-            _CODES(32),
-        ),
-        Operation(
-            "quantize_fp8_static",
-            "quantize, one scale",
-            own_contenders.QUANTIZE_STATIC,
-            (),
-            _F16(1),
-        ),
-        Operation(
-            "quantize_fp8_token",
-            "quantize, a scale per token",
-            own_contenders.QUANTIZE_TOKEN,
-            libraries.QUANTIZE_TOKEN,
-            _F16(1),
-        ),
-        Operation(
-            "linear_fp8", "quantize and multiply", own_contenders.LINEAR, libraries.LINEAR, _F16(16)
-        ),
-        Operation(
-            "linear_fp8_sparse",
-            "quantize and multiply, 2:4 weights",
-            own_contenders.LINEAR_SPARSE,
-            libraries.LINEAR_SPARSE,
-            _F16(32),
-        ),
-        Operation(
-            "gemm_int8",
-            "int8 product of codes",
-            integer_contenders.GEMM,
-            integer_contenders.LIBRARIES_GEMM,
-            _CODES(32),
-        ),
-        Operation(
-            "linear_int8",
-            "quantize to int8 and multiply",
-            integer_contenders.LINEAR,
-            integer_contenders.LIBRARIES_LINEAR,
-            _F16(32),
-        ),
-        Operation(
-            "geglu_fp8",
-            "product, gated and quantized",
-            geglu_contenders.OWN,
-            geglu_contenders.LIBRARIES,
-            _GATED(16),
-        ),
-        Operation(
-            "geglu_fp8_sparse",
-            "product with 2:4 weights, gated and quantized",
-            geglu_contenders.OWN_SPARSE,
-            geglu_contenders.LIBRARIES_SPARSE,
-            _GATED(32),
-        ),
-        Operation(
-            "attention_fp8",
-            "attention, queries and keys in e4m3fn",
-            attention_contenders.FP8,
-            attention_libraries.LIBRARIES,
-            Attention(),
-        ),
-        Operation(
-            "attention_int8",
-            "attention, queries and keys in int8",
-            attention_contenders.INT8_QK,
-            attention_libraries.LIBRARIES,
-            Attention(),
-        ),
-    )
-}
-# A convolution has a picture, a window and a stride; codes of heads, norms and activations are no
-# product.
-# With values in 16 bit no kernel runs where libraries do.
-_OTHERS = (
-    *("conv", "head", "value", "stream", "project", "layer_norm", "sum_norm", "group_norm", "gelu"),
-    *("attention_fp8_f16", "attention_int8_f16", "attention_fp8_codes"),
-)
-# Products that are added to something are measured in models, and so is attention that ends in
-# codes.
-assert {
-    op for op in OPS if "fp8" in op and not op.startswith(_OTHERS) and not op.endswith(SUFFIX)
-} <= set(OPERATIONS), "not measured"
-
-
-def cases(
-    operations: Sequence[Operation], shapes: Sequence[AnyShape]
-) -> tuple[tuple[Operation, AnyShape], ...]:
-    """Return what is measured: every operation on the shapes of its kind."""
-    return tuple(
-        (operation, shape)
-        for operation, shape in product(operations, shapes)
-        if isinstance(shape, operation.workload.shape)
-    )
+    row: BenchRow
+    call: PreparedCall
+    work: Work
 
 
 def run_bench(
@@ -181,93 +63,104 @@ def run_bench(
     ceilings, watch = measure_ceilings(device), Stopwatch(device)
     rows, finished = list[BenchRow](), 0
     asked = cases(operations, shapes)
-    # A full run takes minutes, most of them in torch.compile: what was measured is not lost, and
-    # the operations that need no compiling come first.
+    # A full run takes minutes, most of them in torch.compile: what was measured is not lost.
     with torch.no_grad(), stopping_early():
         for done, (operation, shape) in enumerate(asked, 1):
             contenders = operation.own
             if against_torch:
                 libraries.forget_compiled()
                 contenders += operation.libraries
-            problem = operation.workload.problem(shape, device)
-            rows += _run_operation(operation, contenders, problem, (watch, plan, ceilings))
+            rows += _run(operation, shape, contenders, watch, plan, ceilings)
             finished = done
             progress("bench kernels", done, len(asked))
-    clocks = (before, read_clocks(device))
     return BenchResult(
-        machine, clocks, ceilings, plan, tuple(rows), complete=finished == len(asked)
+        machine=machine,
+        clocks=(before, read_clocks(device)),
+        ceilings=ceilings,
+        plan=plan,
+        rows=tuple(rows),
+        complete=finished == len(asked),
     )
 
 
-def _run_operation(
+def _run(  # noqa: PLR0917  the case, then the tools
     operation: Operation,
+    shape: AnyShape,
     contenders: Sequence[Contender],
-    problem: Problem,
-    tools: tuple[Stopwatch, TimingPlan, Ceilings],
+    watch: Stopwatch,
+    plan: TimingPlan,
+    ceilings: Ceilings,
 ) -> list[BenchRow]:
-    watch, plan, ceilings = tools
-    checked = {c.name: _check(operation, c, problem) for c in contenders}
-    problem.forget_exact()
-    calls = {name: call for name, (_, call) in checked.items() if call is not None}
+    problem = operation.problem(operation.op, shape, watch.device)  # type: ignore[arg-type]
+    checked = [_check(operation, contender, problem) for contender in contenders]
+    problem.forget_expected()
+    calls = {found.row.contender: found.call for found in checked if isinstance(found, _Right)}
     watch.warm_up(calls, plan.warmup)
     samples = watch.rounds(calls, plan)
     rows = []
-    for contender in contenders:
-        row, _ = checked[contender.name]
-        if contender.name in samples:
-            timing = samples[contender.name].summary()
-            rates = _rates(operation, contender, problem.shape, (timing, ceilings))
-            row = replace(row, timing=timing, rates=rates)
-        rows.append(row)
+    for found in checked:
+        if isinstance(found, _Right):
+            timing = samples[found.row.contender].summary()
+            rates = _rates(found.work, timing.p50_us, ceilings)
+            rows.append(replace(found.row, timing=timing, rates=rates))
+        else:
+            rows.append(found)
     return rows
 
 
-def _check(
-    operation: Operation, contender: Contender, problem: Problem
-) -> tuple[BenchRow, Call | None]:
-    """Run a contender once and judge the result; return no call where it must not be timed."""
-    op, shape = operation.name, problem.shape
+def _check(operation: Operation, contender: Contender, problem: Problem) -> _Right | BenchRow:
+    """Run a contender once and judge the result; return a row where it must not be timed."""
 
-    def row(verdict: Verdict, **found: object) -> BenchRow:
-        return BenchRow(op, contender.name, contender.own, shape, verdict, **found)  # type: ignore[arg-type]
+    def row(verdict: Verdict, reason: str = "", error: float | None = None) -> BenchRow:
+        return BenchRow(
+            op=operation.name, contender=contender.name, own=contender.own, shape=problem.shape,
+            verdict=verdict, reason=reason, error=error,
+        )  # fmt: skip
 
-    if reason := operation.workload.why_not(shape):
-        return row(Verdict.CANNOT, reason=reason), None
+    if reason := problem.why_not(problem.op, problem.shape):
+        return row(Verdict.CANNOT, reason)
     try:
         with compiler_settings_kept(), log.record() as seen:
             call = contender.prepare(problem)
-            _poison(operation.workload.largest(shape), problem.device)
-            error = contender.judge(problem, call())
+            _poison(problem)
+            output = call()
+            judged = judge(contender, problem, output)
     except UnavailableError as refusal:
-        return row(Verdict.CANNOT, reason=str(refusal)), None
+        return row(Verdict.CANNOT, str(refusal))
     except (KernelError, *REFUSALS) as refusal:
         if contender.own and not isinstance(refusal, QuantkitError):
             raise
-        return row(Verdict.CANNOT, reason=one_line(refusal)), None
+        return row(Verdict.CANNOT, one_line(refusal))
     ran = tuple(f"{name} {variant} {where.value}" for name, variant, where in seen.calls)
-    # Not the other way round: NaN is wrong.
-    if not error <= (allowed := contender.allowed(shape.summed)):
-        reason = f"error {error:.3g}, allowed {allowed:.3g}"
-        return row(Verdict.WRONG, reason=reason, error=error, kernels=ran), None
-    return row(Verdict.TIMED, error=error, kernels=ran), call
+    if not judged.right:
+        reason = f"error {judged.error:.3g}, allowed {judged.limit:.3g}"
+        return replace(row(Verdict.WRONG, reason, judged.error), kernels=ran)
+    right = replace(row(Verdict.TIMED, error=judged.error), kernels=ran)
+    return _Right(right, call, _work(contender, problem, call, output))
 
 
-def _poison(count: int, device: torch.device) -> None:
-    """Leave NaN in the memory that the next result is likely to get: what is not written shows."""
-    torch.full((count,), torch.nan, dtype=torch.float16, device=device)
+def _poison(problem: Problem) -> None:
+    """Leave NaN in the memory that results are likely to get: what is not written shows."""
+    for result in problem.expected:
+        torch.full((result.nbytes // 2 + 1,), torch.nan, dtype=torch.float16, device=result.device)
 
 
-def _rates(
-    operation: Operation, contender: Contender, shape: AnyShape, found: tuple[Timing, Ceilings]
-) -> Rates:
-    (timing, ceilings), precision = found, contender.precision
-    work = operation.workload.work(shape, contender)
-    gbs, floor = work.nbytes / timing.p50_us / 1e3, ceilings.floor_us(work, precision)
+def _work(contender: Contender, problem: Problem, call: PreparedCall, output: object) -> Work:
+    nbytes = call.nbytes + sum(tensor.nbytes for tensor in tensors(output))
+    product = problem.product
+    if product is None:
+        return Work(0.0, nbytes)
+    own = f"{product.precision} 2:4" if product.sparse else product.precision
+    return Work(product.flops, nbytes, contender.precision or own)
+
+
+def _rates(work: Work, p50_us: float, ceilings: Ceilings) -> Rates:
+    gbs, floor = work.nbytes / p50_us / 1e3, ceilings.floor_us(work)
     return Rates(
-        tflops=work.flops / timing.p50_us / 1e6 if work.flops else None,
+        tflops=work.flops / p50_us / 1e6 if work.flops else None,
         gbs=gbs,
         of_copy=gbs / ceilings.copy.rate,
-        of_roofline=None if floor is None else floor / timing.p50_us,
+        of_roofline=None if floor is None else floor / p50_us,
     )
 
 

@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from quantkit.errors import ArtefactError
 from quantkit.storage.inputfile import read_text, split_lines
@@ -19,6 +19,9 @@ _MAX_SIZE = 2**31 - 1
 @dataclass(frozen=True)
 class Shape:
     """M tokens times N outputs, summed over K inputs."""
+
+    #: as a table's head names them
+    axes: ClassVar[str] = "M x N x K"
 
     m: int
     n: int
@@ -38,6 +41,8 @@ class Shape:
 @dataclass(frozen=True)
 class AttentionShape:
     """Queries of every head of a batch against keys."""
+
+    axes: ClassVar[str] = "B x H x Q x K x D"
 
     batch: int
     heads: int

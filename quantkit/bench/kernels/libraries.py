@@ -1,10 +1,10 @@
-"""The libraries' contenders (``--against torch``): what a user has without quantkit.
+"""The libraries' contenders (``--against torch``), but for attention: what a user has without us.
 
 Outputs are bfloat16 where torch's FP8 products insist on it. Everything here is torch's, so it may
 be missing or refuse: the reason is what the user sees.
 """
 
-# ruff: noqa: SLF001  torch has its FP8 and 2:4 products under private names only
+# ruff: noqa: SLF001  torch has its FP8, int8 and 2:4 products under private names only
 
 from collections.abc import Callable
 from functools import partial
@@ -13,41 +13,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.bench.kernels.contender import Contender, Problem, UnavailableError, worst_of
-from quantkit.bench.kernels.problem import BenchProblem
-from quantkit.bench.kernels.roofline import Precision
-from quantkit.bench.kernels.timing import Call
+from quantkit.bench.kernels.contender import (
+    Contender,
+    PreparedCall,
+    UnavailableError,
+    need_compiler,
+    need_gpu,
+)
+from quantkit.bench.kernels.operator_costs import COSTS
+from quantkit.bench.kernels.problem import LinearProblem, Problem
 from quantkit.bench.kernels.torchao_dynamic import quantize
+from quantkit.device.ops.geglu import gate_static
+from quantkit.device.ops.op import Op
+from quantkit.numerics.formats import INT8
 
 _E4M3 = torch.float8_e4m3fn
-# bfloat16 rounds by 2^-9 of a value at most, and values reach 6 rms: 0.012.
+#: bfloat16 rounds by 2^-9 of a value at most, and values reach 6 rms: 0.012.
 _ROUNDED = 0.04
-# FP8 leaves 0.037 of the rms as noise for both operands; the largest of 10^8 is 6 times that.
-_NOISY = 0.35
+#: FP8 leaves 0.037 of the rms as noise for both operands, int8 0.01; the largest of 10^8 is 6 times
+#: that, and torchao's rows of int8 are scaled in bfloat16.
+_NOISY = {"fp8": 0.35, "int8": 0.15}
+#: The share of codes that rounding to 16 bit in between moves: 0.06 on an H200.
+_MOVED = 0.12
+#: torch._int_mm takes no fewer tokens.
+_LEAST_TOKENS = 17
 
 
-def forget_compiled() -> None:
-    """Forget compiled functions: those of earlier shapes count against torch's limit."""
-    torch._dynamo.reset()
-
-
-def _f16(problem: BenchProblem) -> Call:
-    x, w = problem.x16, problem.w16
-    return lambda: functional.linear(x, w)
-
-
-def _f16_of_sparse(problem: BenchProblem) -> Call:
-    x, w = problem.x16, problem.w16_sparse
-    return lambda: functional.linear(x, w)
-
-
-def _scaled_mm(problem: BenchProblem, *, fast: bool, per_row: bool, sparse: bool = False) -> Call:
-    need_gpu(problem)
-    (x, x_scale), (w, w_scale) = problem.x, problem.w_sparse if sparse else problem.w
-    one = torch.ones((), device=problem.device)
-    scales = (x_scale.unsqueeze(1), w_scale.unsqueeze(0)) if per_row else (one, one)
-    a, b = x.view(_E4M3), w.view(_E4M3).t()
-    return partial(scaled_product, a, b, scales, fast=fast)
+def _f16(problem: Problem) -> PreparedCall:
+    return PreparedCall(functional.linear, (problem.x16, problem.w16))
 
 
 def scaled_product(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], *, fast: bool) -> Tensor:
@@ -60,13 +53,44 @@ def scaled_product(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], *, fast:
         fast: sums stay in the matrix unit.
     """
     return torch._scaled_mm(
-        a,
-        b,
-        scale_a=scales[0],
-        scale_b=scales[1],
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
+        a, b, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16, use_fast_accum=fast
     )
+
+
+def _codes(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return (M, K) and (K, N) codes, and their scales as (M, 1) and (1, N)."""
+    scales = problem.operand("x_scale").reshape(-1, 1), problem.operand("w_scale").reshape(1, -1)
+    return problem.operand("x").view(dtype), problem.weights.view(dtype).t(), scales
+
+
+def _scaled_mm(problem: Problem, *, fast: bool, per_row: bool) -> PreparedCall:
+    need_gpu(problem)
+    a, b, scales = _codes(problem, _E4M3)
+    one = torch.ones((), device=problem.device)
+    multiply = partial(scaled_product, fast=fast)
+    return PreparedCall(multiply, (a, b, scales if per_row else (one, one)))
+
+
+def _scaled(problem: Problem, y: Tensor) -> Tensor:
+    """Return a product of bare codes with its scales applied."""
+    return y.double() * problem.operand("x_scale").unsqueeze(1) * problem.operand("w_scale")
+
+
+def _int_mm(problem: Problem) -> PreparedCall:
+    _need_tokens(problem)
+    a, b, scales = _codes(problem, torch.int8)
+    return PreparedCall(torch.compile(_multiply_and_scale, dynamic=False), (a, b, *scales))
+
+
+def _multiply_and_scale(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor) -> Tensor:
+    """Return torch's int8 product with the epilogue that it lacks, as its users write it."""
+    return (torch._int_mm(x, w).float() * x_scale * w_scale).half()
+
+
+def _need_tokens(problem: Problem) -> None:
+    need_compiler(problem)
+    if problem.shape.m < _LEAST_TOKENS:
+        raise UnavailableError(f"torch._int_mm takes {_LEAST_TOKENS} tokens or more")
 
 
 def _dynamic(x: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
@@ -76,24 +100,23 @@ def _dynamic(x: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
     return scaled_product(codes, w, (scale, w_scale), fast=True)
 
 
-def _compiled_dynamic(problem: BenchProblem, *, sparse: bool = False) -> Call:
+def _dynamic_int8(x: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
+    scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / 127
+    codes = (x.float() / scale).round().clamp(-127, 127).to(torch.int8)
+    return _multiply_and_scale(codes, w, scale, w_scale)
+
+
+def _compiled_dynamic(problem: LinearProblem) -> PreparedCall:
     need_compiler(problem)
-    codes, scale = problem.w_sparse if sparse else problem.w
-    x, w, w_scale = problem.x16, codes.view(_E4M3).t(), scale.unsqueeze(0)
-    compiled: Callable[..., object] = torch.compile(_dynamic, dynamic=False)
-    return partial(compiled, x, w, w_scale)
+    dtype, function = _E4M3, _dynamic
+    if problem.x_format == INT8.name:
+        _need_tokens(problem)
+        dtype, function = torch.int8, _dynamic_int8
+    _, w, (_, w_scale) = _codes(problem, dtype)
+    return PreparedCall(torch.compile(function, dynamic=False), (problem.x16, w, w_scale))
 
 
-def torchao_layer(problem: BenchProblem, kind: str = "fp8") -> Call:
-    """Return a call of a compiled layer of torchao's.
-
-    Args:
-        problem: whose weights and inputs it has.
-        kind: fp8 or int8.
-
-    Raises:
-        UnavailableError: torchao or a compiler is missing.
-    """
+def _torchao(problem: LinearProblem, *, kind: str) -> PreparedCall:
     need_compiler(problem)
     n, k = problem.w16.shape
     layer = torch.nn.Linear(k, n, bias=False, device=problem.device, dtype=torch.bfloat16)
@@ -103,147 +126,134 @@ def torchao_layer(problem: BenchProblem, kind: str = "fp8") -> Call:
         quantize(layer, kind, tuned=True)
     except ImportError as error:
         raise UnavailableError(f"torchao is not installed ({error})") from error
-    return partial(torch.compile(layer, dynamic=False), problem.x16.bfloat16())
+    compiled = torch.compile(layer, dynamic=False)
+    return PreparedCall(compiled, (problem.x16.bfloat16(),), held=(problem.weights,))
 
 
-def _cusparselt(problem: BenchProblem) -> Call:
+def _cusparselt(problem: Problem) -> PreparedCall:
     need_gpu(problem)
-    x, w = problem.x16, problem.w16_sparse
-    sparse = torch.sparse.to_sparse_semi_structured(w)
-    return lambda: functional.linear(x, sparse)
+    sparse = torch.sparse.to_sparse_semi_structured(problem.w16)
+    # As many bytes as 2:4 codes of 16 bit have: half of the values, and 2 bits of each.
+    held = problem.w16.flatten()[: problem.w16.numel() * 9 // 16]
+    return PreparedCall(partial(functional.linear, weight=sparse), (problem.x16,), held=(held,))
 
 
-def _cusparselt_fp8(problem: BenchProblem) -> Call:
+def _cusparselt_fp8(problem: Problem) -> PreparedCall:
     need_gpu(problem)
-    w = torch._cslt_compress(problem.w_sparse[0].view(_E4M3))
-    x = problem.x[0].view(_E4M3).t()
-    return lambda: torch._cslt_sparse_mm(w, x, out_dtype=torch.bfloat16)
+    x, w, _ = _codes(problem, _E4M3)
+    compressed = torch._cslt_compress(w.t())
+    multiply = partial(torch._cslt_sparse_mm, out_dtype=torch.bfloat16)
+    return PreparedCall(multiply, (compressed, x.t()))
 
 
-def _compiled_quantize(problem: BenchProblem) -> Call:
+def _scaled_transposed(problem: Problem, y: Tensor) -> Tensor:
+    return _scaled(problem, y.t())
+
+
+def _gated_f16(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    return gate_static(functional.linear(x, w), scale, "e4m3fn")
+
+
+def _gated_fp8(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], scale: Tensor) -> Tensor:
+    return gate_static(scaled_product(a, b, scales, fast=True), scale, "e4m3fn")
+
+
+def _compiled_gate(problem: Problem, *, fp8: bool) -> PreparedCall:
     need_compiler(problem)
-    return partial(torch.compile(_quantize, dynamic=False), problem.x16)
+    operands = _codes(problem, _E4M3) if fp8 else (problem.x16, problem.w16)
+    compiled = torch.compile(_gated_fp8 if fp8 else _gated_f16, dynamic=False)
+    return PreparedCall(compiled, (*operands, problem.operand("y_scale")))
 
 
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / 448
-    return (x.float() / scale).clamp(-448, 448).to(_E4M3), scale
-
-
-def _judge_quantize(problem: BenchProblem, output: object) -> float:
-    """Return the largest error over the rms of the input: codes may round elsewhere."""
-    assert isinstance(output, tuple)
-    codes, scale = output
-    error = codes.float() * scale - problem.x16.float()
-    return float(error.abs().max() / problem.x16.float().square().mean().sqrt())
-
-
-def _unscaled(exact: str, *, transposed: bool = False) -> Callable[[BenchProblem, object], float]:
-    """Return a judge of a product of bare codes, whose scales are still to be applied."""
-
-    def finish(problem: BenchProblem, y: Tensor) -> Tensor:
-        scale = (problem.w_sparse if exact.endswith("sparse") else problem.w)[1]
-        rows = y.t() if transposed else y
-        return rows.double() * problem.x[1].unsqueeze(1) * scale
-
-    return worst_of(exact, finish)
-
-
-def need_gpu(problem: Problem) -> None:
-    """Refuse where there is none.
-
-    Raises:
-        UnavailableError: on the CPU.
-    """
-    if problem.device.type != "cuda":
-        raise UnavailableError("needs a GPU")
-
-
-def need_compiler(problem: Problem) -> None:
-    """Refuse where torch.compile makes no GPU code.
-
-    Raises:
-        UnavailableError: on the CPU, and without Triton.
-    """
-    from torch.utils._triton import has_triton
-
-    need_gpu(problem)
-    if not has_triton():
-        raise UnavailableError("torch.compile needs Triton, which is missing or has no GPU here")
+def _compiled_reference(problem: Problem) -> PreparedCall:
+    """Return the row's own PyTorch, compiled."""
+    need_compiler(problem)
+    operands, options = problem.call
+    return PreparedCall(torch.compile(problem.op.reference, dynamic=False), (*operands, *options))
 
 
 def _fp8(name: str, *, fast: bool, per_row: bool) -> Contender:
-    judge = worst_of("exact_codes") if per_row else _unscaled("exact_codes")
     prepare = partial(_scaled_mm, fast=fast, per_row=per_row)
-    return Contender(name, False, Precision.FP8, prepare, judge, _ROUNDED, fast=fast)
+    finish = None if per_row else _scaled
+    return Contender(name, False, prepare, "fp8", _ROUNDED, fast=fast, finish=finish)
 
 
-_EXACT, _EXACT_SPARSE = worst_of("exact"), worst_of("exact_sparse")
-_F16 = Contender("F.linear, f16", False, Precision.F16, _f16, _EXACT, _ROUNDED)
-_F16_OF_SPARSE = Contender(
-    "F.linear, f16", False, Precision.F16, _f16_of_sparse, _EXACT_SPARSE, _ROUNDED
-)
-_COMPILED = "compiled dynamic fp8"
+def _noisy(
+    name: str, prepare: Callable[[LinearProblem], PreparedCall], kind: str, precision: str = ""
+) -> Contender:
+    return Contender(name, False, prepare, precision or kind, _NOISY[kind])
 
-GEMM = (
-    _F16,
-    _fp8("_scaled_mm, per row", fast=False, per_row=True),
-    _fp8("_scaled_mm, per row, fast", fast=True, per_row=True),
-    _fp8("_scaled_mm, per tensor", fast=False, per_row=False),
-    _fp8("_scaled_mm, per tensor, fast", fast=True, per_row=False),
-)
-GEMM_SPARSE = (
-    _F16_OF_SPARSE,
-    Contender(
-        "_scaled_mm, per row, fast",
-        False,
-        Precision.FP8,
-        partial(_scaled_mm, fast=True, per_row=True, sparse=True),
-        worst_of("exact_codes_sparse"),
-        _ROUNDED,
-        fast=True,
+
+def _linear(kind: str, torchao: str) -> tuple[Contender, ...]:
+    """Return layers whose inputs are 16-bit, judged by one whose inputs are quantized."""
+    return (
+        _noisy("F.linear, f16", _f16, kind, "f16"),
+        _noisy(f"compiled dynamic {kind}", _compiled_dynamic, kind),
+        _noisy(torchao, partial(_torchao, kind=kind), kind),
+    )
+
+
+_F16 = Contender("F.linear, f16", False, _f16, "f16", _ROUNDED)
+_CUSPARSELT = Contender("cuSPARSELt, f16 2:4", False, _cusparselt, "f16 2:4", _ROUNDED)
+_COMPILED_REFERENCE = Contender("compiled torch", False, _compiled_reference, moved=0.01)
+
+#: Family and kind of codes, to contenders.
+_LIBRARIES: dict[tuple[str, str], tuple[Contender, ...]] = {
+    ("gemm", "fp8"): (
+        _F16,
+        _fp8("_scaled_mm, per row", fast=False, per_row=True),
+        _fp8("_scaled_mm, per row, fast", fast=True, per_row=True),
+        _fp8("_scaled_mm, per tensor", fast=False, per_row=False),
+        _fp8("_scaled_mm, per tensor, fast", fast=True, per_row=False),
     ),
-    Contender(
-        "_scaled_mm, per tensor, fast",
-        False,
-        Precision.FP8,
-        partial(_scaled_mm, fast=True, per_row=False, sparse=True),
-        _unscaled("exact_codes_sparse"),
-        _ROUNDED,
-        fast=True,
+    ("gemm", "int8"): (
+        _F16,
+        Contender("_int_mm, scaled, compiled", False, _int_mm, "int8", _ROUNDED),
     ),
-    Contender(
-        "cuSPARSELt, f16 2:4", False, Precision.F16_SPARSE, _cusparselt, _EXACT_SPARSE, _ROUNDED
+    ("linear", "fp8"): _linear("fp8", "torchao, compiled"),
+    ("linear", "int8"): _linear("int8", "torchao int8, compiled"),
+    ("geglu", "fp8"): (
+        Contender("compiled f16", False, partial(_compiled_gate, fp8=False), "f16", moved=_MOVED),
+        Contender(
+            "_scaled_mm, per row, fast, compiled",
+            False,
+            partial(_compiled_gate, fp8=True),
+            "fp8",
+            moved=_MOVED,
+        ),
     ),
-    Contender(
-        "cuSPARSELt, fp8 2:4",
-        False,
-        Precision.FP8_SPARSE,
-        _cusparselt_fp8,
-        _unscaled("exact_codes_sparse", transposed=True),
-        _ROUNDED,
+}
+#: The same of 2:4 weights, which the others multiply as dense ones.
+_OF_SPARSE: dict[tuple[str, str], tuple[Contender, ...]] = {
+    ("gemm", "fp8"): (
+        _CUSPARSELT,
+        Contender(
+            "cuSPARSELt, fp8 2:4",
+            False,
+            _cusparselt_fp8,
+            "fp8 2:4",
+            _ROUNDED,
+            finish=_scaled_transposed,
+        ),
     ),
-)
-# The widest gap between codes is 32/448 of a row's largest value, which is 6 rms at most; half.
-QUANTIZE_TOKEN = (
-    Contender("compiled torch", False, None, _compiled_quantize, _judge_quantize, 0.3),
-)
-LINEAR = (
-    _F16,
-    Contender(_COMPILED, False, Precision.FP8, _compiled_dynamic, _EXACT, _NOISY),
-    Contender("torchao, compiled", False, Precision.FP8, torchao_layer, _EXACT, _NOISY),
-)
-LINEAR_SPARSE = (
-    _F16_OF_SPARSE,
-    Contender(
-        _COMPILED,
-        False,
-        Precision.FP8,
-        partial(_compiled_dynamic, sparse=True),
-        _EXACT_SPARSE,
-        _NOISY,
-    ),
-    Contender(
-        "cuSPARSELt, f16 2:4", False, Precision.F16_SPARSE, _cusparselt, _EXACT_SPARSE, _ROUNDED
-    ),
-)
+    ("linear", "fp8"): (_noisy("cuSPARSELt, f16 2:4", _cusparselt, "fp8", "f16 2:4"),),
+}
+
+
+def forget_compiled() -> None:
+    """Forget compiled functions: those of earlier shapes count against torch's limit."""
+    torch._dynamo.reset()
+
+
+def library_contenders(op: Op, *, linear: bool) -> tuple[Contender, ...]:
+    """Return the libraries' ways to compute an operation.
+
+    Args:
+        op: its row.
+        linear: inputs are 16-bit and quantized first.
+    """
+    if COSTS[op.family].product is None:
+        return (_COMPILED_REFERENCE,)
+    kind = "int8" if op.words("QK_X_FORMAT") == (INT8.name,) else "fp8"
+    of = ("linear" if linear else op.family, kind)
+    return _LIBRARIES.get(of, ()) + (_OF_SPARSE.get(of, ()) if op.sparse else ())

@@ -1,198 +1,149 @@
-"""quantkit's contenders: its operators, called as packed layers call them."""
+"""quantkit's contenders: an operation's operator, what layers make of a product, and attention."""
 
-from dataclasses import asdict
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from quantkit.bench.kernels.contender import Contender, UnavailableError, differing_codes, worst_of
-from quantkit.bench.kernels.kernel_shapes import Shape
-from quantkit.bench.kernels.problem import FORMAT, BenchProblem
-from quantkit.bench.kernels.roofline import Precision
-from quantkit.bench.kernels.timing import Call
-from quantkit.device.backends import Backend
+from quantkit.bench.kernels.contender import (
+    Contender,
+    PreparedCall,
+    UnavailableError,
+    need_compiler,
+)
+from quantkit.bench.kernels.problem import AttentionProblem, LinearProblem, Problem
+from quantkit.device.backends import Backend, fast_sums, use
 from quantkit.device.choosing import choose
-from quantkit.device.gpu.calls import Call as DeviceCall
-from quantkit.device.gpu.choice import choose_kernel
+from quantkit.device.gpu.choice import is_hopper
 from quantkit.device.gpu.devices import find_device
-from quantkit.device.hopper import gemm as hopper
-from quantkit.device.ops.table import find_op
+from quantkit.device.ops.op import Op
+from quantkit.device.ops.table import name_for
+from quantkit.inference.attention.attention_call import AttentionSettings, attend
+from quantkit.inference.attention.attention_heads import Shape, product_of_streams, stream_of
 from quantkit.inference.layers.torch_operators import OPERATORS
+from quantkit.models.attention_modules import AttentionCall, Heads
+from quantkit.numerics.attention_factors import head_factors
 
-# float16 rounds by 2^-12 of a value at most 2^-11, and values reach 6 rms: 0.003. The rest is for
-# sums in a matrix unit that keeps fewer bits than float32 (docs/notes/kernels.md). A scale that is
-# 2 % off, or one wrong product, is 0.06 and more.
-_EXACT = 0.02
-
-_MULTIPLY, _MULTIPLY_SPARSE = OPERATORS["gemm_fp8"], OPERATORS["gemm_fp8_sparse"]
-_QUANTIZE_TOKEN = OPERATORS["quantize_fp8_token"]
-_QUANTIZE_STATIC = OPERATORS["quantize_fp8_static"]
-#: formats of inputs and weights, and the type of outputs
-_HOW = (FORMAT, FORMAT, torch.float16)
+#: What a mean of K values may be off, over 1 / sqrt(K) of their rms: where sums have another order,
+#: a probability is the next code, and with codes that are made first one of q, k or v is, too.
+_PROBABILITIES, _HEADS = 0.3, 0.7
 
 
-def _gemm(problem: BenchProblem) -> Call:
-    need_kernel("gemm_fp8", problem)
-    x, x_scale = problem.x
-    w, w_scale = problem.w
-    return lambda: _MULTIPLY(x, x_scale, w, w_scale, None, *_HOW)
-
-
-def _gemm_sparse(problem: BenchProblem) -> Call:
-    need_kernel("gemm_fp8_sparse", problem)
-    x, x_scale = problem.x
-    w, meta, w_scale = problem.w_packed
-    return lambda: _MULTIPLY_SPARSE(x, x_scale, w, meta, w_scale, None, *_HOW)
-
-
-def _gemm_fast(problem: BenchProblem) -> Call:
-    launch = prepared_fast("gemm_fp8", problem, problem.shape, torch.float16, "token")
-    x, x_scale = problem.x
-    w, w_scale = problem.w
-    return lambda: launch(x, x_scale, w, w_scale, None)[0]
-
-
-def _gemm_sparse_fast(problem: BenchProblem) -> Call:
-    launch = prepared_fast("gemm_fp8_sparse", problem, problem.shape, torch.float16, "token")
-    x, x_scale = problem.x
-    w, meta, w_scale = problem.w_packed
-    return lambda: launch(x, x_scale, w, meta, w_scale, None)[0]
-
-
-def prepared_fast(
-    op: str, problem: BenchProblem, shape: Shape, dtype: torch.dtype, x_scale: str
-) -> DeviceCall:
-    """Return a prepared call whose sums stay in the matrix unit, as under ``fast_sums``.
-
-    Args:
-        op: gemm_fp8, geglu_fp8, or one of these with 2:4 weights.
-        problem: whose device it runs on.
-        shape: M, columns of the result, and K.
-        dtype: of the result.
-        x_scale: tensor or token.
+def _operator(problem: Problem) -> PreparedCall:
+    """Return the operation as packed layers call it.
 
     Raises:
-        UnavailableError: no kernel runs, or sums have one mode here.
+        UnavailableError: no kernel runs here, and the fallback is not timed under its name.
     """
-    need_kernel(op, problem)
-    if problem.device.type != "cuda":
-        raise UnavailableError("the host kernels have no fast sums")
-    device = find_device(problem.device.index or torch.cuda.current_device())
-    if device.arch.name != hopper.ARCHITECTURE:
-        raise UnavailableError(f"the kernels of {device.arch.name} have no fast sums")
-    row = find_op(op)
-    # GEGLU's result has a format, too.
-    last = (FORMAT,) if row.words("QK_Y_FORMAT") else ()
-    words = (FORMAT, FORMAT, x_scale, "channel", "f16", *last)
-    kernel = choose_kernel(device, row, words, asdict(shape), accurate=False)
-    outputs = (((shape.m, shape.n), dtype),)
-    no_bias = [[a.name for a in row.args].index("bias")]
-    return DeviceCall(device, kernel, asdict(shape), outputs, nulls=no_bias)
-
-
-def _gemm_of_sparse(problem: BenchProblem) -> Call:
-    need_kernel("gemm_fp8", problem)
-    x, x_scale = problem.x
-    w, w_scale = problem.w_sparse
-    return lambda: _MULTIPLY(x, x_scale, w, w_scale, None, *_HOW)
-
-
-def _quantize_token(problem: BenchProblem) -> Call:
-    need_kernel("quantize_fp8_token", problem)
-    x = problem.x16
-    return lambda: _QUANTIZE_TOKEN(x, None, FORMAT)
-
-
-def _quantize_static(problem: BenchProblem) -> Call:
-    need_kernel("quantize_fp8_static", problem)
-    x, scale = problem.x16, problem.static_scale
-    return lambda: _QUANTIZE_STATIC(x, None, scale, FORMAT)
-
-
-def _linear(problem: BenchProblem) -> Call:
-    need_kernel("gemm_fp8", problem)
-    x, (w, w_scale) = problem.x16, problem.w
-
-    def call() -> object:
-        scale, codes = _QUANTIZE_TOKEN(x, None, FORMAT)
-        return _MULTIPLY(codes, scale, w, w_scale, None, *_HOW)
-
-    return call
-
-
-def _linear_static(problem: BenchProblem) -> Call:
-    need_kernel("gemm_fp8", problem)
-    x, (w, w_scale), scale = problem.x16, problem.w, problem.static_scale
-
-    def call() -> object:
-        codes = _QUANTIZE_STATIC(x, None, scale, FORMAT)
-        return _MULTIPLY(codes, scale, w, w_scale, None, *_HOW)
-
-    return call
-
-
-def _linear_sparse(problem: BenchProblem) -> Call:
-    need_kernel("gemm_fp8_sparse", problem)
-    x, (w, meta, w_scale) = problem.x16, problem.w_packed
-
-    def call() -> object:
-        scale, codes = _QUANTIZE_TOKEN(x, None, FORMAT)
-        return _MULTIPLY_SPARSE(codes, scale, w, meta, w_scale, None, *_HOW)
-
-    return call
-
-
-def _judge_token(problem: BenchProblem, output: object) -> float:
-    assert isinstance(output, tuple)
-    scale, codes = output
-    right, right_scale = problem.x
-    if not torch.equal(scale, right_scale):
-        return float("nan")
-    return differing_codes(codes, right)
-
-
-def _judge_static(problem: BenchProblem, output: object) -> float:
-    assert isinstance(output, Tensor)
-    return differing_codes(output, problem.x_static[0])
-
-
-def need_kernel(op: str, problem: BenchProblem) -> None:
-    """Refuse to time the fallback under the kernel's name.
-
-    Raises:
-        UnavailableError: there is no kernel of ``op`` for this problem here.
-    """
-    choice = choose(op, problem.device, k=problem.shape.k)
+    choice = choose(problem.op.name, problem.device, k=problem.reduced)
     if choice.backend is Backend.REFERENCE:
         raise UnavailableError(f"no kernel: {choice.reason}")
+    operands, options = problem.call
+    return PreparedCall(OPERATORS[problem.op.name], (*operands, *options))
 
 
-_FP8, _SPARSE = Precision.FP8, Precision.FP8_SPARSE
-_CODES, _CODES_SPARSE = worst_of("exact_codes"), worst_of("exact_codes_sparse")
+def _fast(problem: Problem) -> PreparedCall:
+    """Return the operation with sums that stay in the matrix unit."""
+    call = _operator(problem)
+    if problem.device.type != "cuda":
+        raise UnavailableError("the host kernels have no fast sums")
+    device = find_device(problem.device.index or 0)
+    if not is_hopper(device):
+        raise UnavailableError(f"the kernels of {device.arch.name} have no fast sums")
 
-GEMM = (
-    Contender("quantkit", True, _FP8, _gemm, _CODES, _EXACT),
-    Contender("quantkit, fast sums", True, _FP8, _gemm_fast, _CODES, _EXACT, fast=True),
+    def fast(*arguments: object) -> object:
+        with fast_sums():
+            return call.function(*arguments)
+
+    return PreparedCall(fast, call.operands)
+
+
+def _linear(problem: LinearProblem, *, static: bool) -> PreparedCall:
+    """Return quantizing and multiplying, as a packed layer does it."""
+    multiply, fmt = _operator(problem), problem.x_format
+    family = "quantize_static" if static else "quantize_token"
+    quantize, operator = OPERATORS[name_for(family, fmt)], multiply.function
+
+    def of_tokens(x: torch.Tensor, *weights: object) -> object:
+        scale, codes = quantize(x, None, fmt)
+        return operator(codes, scale, *weights)
+
+    def of_one_scale(x: torch.Tensor, scale: torch.Tensor, *weights: object) -> object:
+        return operator(quantize(x, None, scale, fmt), scale, *weights)
+
+    _, _, *weights = multiply.operands
+    if static:
+        return PreparedCall(of_one_scale, (problem.x16, problem.scale, *weights))
+    return PreparedCall(of_tokens, (problem.x16, *weights))
+
+
+def _static_attention(problem: AttentionProblem) -> PreparedCall:
+    _operator(problem)
+    shape = Shape(problem.shape.heads, problem.shape.head_size)
+    # A packed model keeps what follows from its scales.
+    factors = head_factors(problem.scales, shape.head_size, problem.qk_format)
+
+    def attend_on_codes(*heads: torch.Tensor) -> object:
+        stream = stream_of(Heads(*heads))
+        scales, fmt = problem.scales, problem.qk_format
+        return product_of_streams([stream], shape, scales, fmt, factors=factors).wide()
+
+    return PreparedCall(attend_on_codes, (problem.q, problem.k, problem.v))
+
+
+def _dynamic_attention(problem: AttentionProblem, *, compiled: bool) -> PreparedCall:
+    if compiled:
+        need_compiler(problem)
+    _operator(problem)
+    # What a compiled model has: scales, codes and the product in one graph.
+    function = torch.compile(attend, dynamic=False, fullgraph=True) if compiled else attend
+    settings, nothing = AttentionSettings(problem.qk_format, 1), AttentionCall(None, "")
+    backend = Backend.GPU if problem.device.type == "cuda" else Backend.HOST
+
+    def forced(*heads: torch.Tensor) -> object:
+        # Where torch would be faster, too.
+        with use(backend):
+            return function(settings, Heads(*heads), nothing)
+
+    return PreparedCall(forced, (problem.q, problem.k, problem.v))
+
+
+def _by_rows(_: AttentionProblem, y: torch.Tensor) -> torch.Tensor:
+    """Return (B, Q, H, D) of heads."""
+    return y.transpose(1, 2)
+
+
+_QUANTKIT = Contender("quantkit", True, _operator)
+_FAST = Contender("quantkit, fast sums", True, _fast, fast=True, moved=0.06)
+_LINEAR = (
+    Contender("quantkit, per token", True, partial(_linear, static=False)),
+    Contender("quantkit, static", True, partial(_linear, static=True), expected="expected_static"),
 )
-GEMM_SPARSE = (
-    Contender("quantkit 2:4", True, _SPARSE, _gemm_sparse, _CODES_SPARSE, _EXACT),
-    Contender(
-        "quantkit 2:4, fast sums",
-        True,
-        _SPARSE,
-        _gemm_sparse_fast,
-        _CODES_SPARSE,
-        _EXACT,
-        fast=True,
+_ATTENTION = (
+    Contender("quantkit, codes given", True, _operator, averaged=_PROBABILITIES),
+    Contender("quantkit, static scales", True, _static_attention, averaged=_HEADS),
+    *(
+        Contender(
+            f"quantkit, scales of each call{', compiled' if compiled else ''}",
+            True,
+            partial(_dynamic_attention, compiled=compiled),
+            averaged=_HEADS,
+            finish=_by_rows,
+        )
+        for compiled in (False, True)
     ),
-    Contender("quantkit dense", True, _FP8, _gemm_of_sparse, _CODES_SPARSE, _EXACT),
 )
-QUANTIZE_TOKEN = (Contender("quantkit", True, None, _quantize_token, _judge_token, 0.0),)
-QUANTIZE_STATIC = (Contender("quantkit", True, None, _quantize_static, _judge_static, 0.0),)
-LINEAR = (
-    Contender("quantkit, per token", True, _FP8, _linear, _CODES, _EXACT),
-    Contender("quantkit, static", True, _FP8, _linear_static, worst_of("exact_static"), _EXACT),
-)
-LINEAR_SPARSE = (
-    Contender("quantkit 2:4, per token", True, _SPARSE, _linear_sparse, _CODES_SPARSE, _EXACT),
-)
+
+
+def own_contenders(op: Op, *, linear: bool) -> tuple[Contender, ...]:
+    """Return quantkit's ways to compute an operation.
+
+    Args:
+        op: its row.
+        linear: inputs are 16-bit and quantized first.
+    """
+    if linear:
+        return _LINEAR
+    if op.family == "attention":
+        return _ATTENTION
+    multiplies_fp8 = op.family in {"gemm", "geglu"} and "e4m3fn" in op.words("QK_X_FORMAT")
+    return (_QUANTKIT, _FAST) if multiplies_fp8 else (_QUANTKIT,)

@@ -1,221 +1,246 @@
-"""The operands of one shape, in 16 bit, as codes and 2:4, and the exact results in float64."""
+"""Operands of an operation on one shape, from its row, and the result that its reference gives."""
 
+import inspect
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from quantkit.bench.kernels.kernel_shapes import Shape
+from quantkit.bench.kernels.contender import tensors
+from quantkit.bench.kernels.kernel_shapes import AnyShape, AttentionShape, Shape
+from quantkit.bench.kernels.matrix_product import Product
+from quantkit.bench.kernels.operator_costs import product_of
+from quantkit.device.ops.op import Op, Operands, Options, Variant, all_variants
 from quantkit.device.ops.products import decode_int4
-from quantkit.device.ops.quantize import quantize_static, quantize_token
-from quantkit.numerics.formats import INT4, INT8
-from quantkit.numerics.masks import TWO_OF_FOUR, choose_mask
-from quantkit.numerics.nibbles import GROUP, amax_factors, pack_nibbles
-from quantkit.numerics.packed_2to4 import pack_two_of_four
+from quantkit.device.ops.table import OPS, name_for
+from quantkit.numerics.attention_factors import AttentionCodes, attention_codes, measured_scales
+from quantkit.numerics.attention_limits import LARGEST_HEAD, takes_heads
+from quantkit.numerics.attention_scales import AttentionScales
+from quantkit.numerics.formats import E4M3FN, INT4, INT8
+from quantkit.numerics.packed_2to4 import unpack_two_of_four
 from quantkit.numerics.scales import decode
 
-#: Of weights, inputs and products in all contenders.
-FORMAT = "e4m3fn"
-#: Rows that are multiplied in float64 at once: 2048 x 8192 of them are 128 MB.
-_ROWS = 2048
+#: Of the words of an axis, the one that is measured; else the first.
+_MEASURED = {"f16", "token", "channel", "d64"}
+#: Sums in another order, or an activation within its own error, move a value across the boundary
+#: between two codes: 0.013 of GEGLU's on an H200, with fast sums 0.04.
+_MOVED = 0.03
 
 
-class BenchProblem:
-    """Random operands of one shape; each is made when it is first asked for.
+class Problem:
+    """Operands of M x N x K, as the operation's row samples them; made when first asked for.
 
-    Inputs are normal, weights normal over sqrt(K), so that outputs are about 1. No bias: libraries
-    differ in which they take.
+    Optional biases are absent: libraries differ in which they take.
     """
 
-    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
-        """Remember the shape; nothing is allocated yet."""
-        self.shape = shape
-        self.device = device
-        self._seed = seed
+    kind: ClassVar[type[AnyShape]] = Shape
+
+    def __init__(self, op: Op, shape: Shape, device: torch.device) -> None:
+        """Remember the operation and the shape; nothing is allocated yet."""
+        self.op, self.shape, self.device = op, shape, device
+
+    @staticmethod
+    def why_not(op: Op, shape: Shape) -> str:
+        """Return why no contender takes a shape; empty when they may."""
+        if shape.k % op.k_multiple:
+            return f"K {shape.k} is not a multiple of {op.k_multiple}"
+        odd = op.family == "geglu" and shape.n % 2
+        return f"N {shape.n} is odd, and outputs have a gate each" if odd else ""
+
+    @cached_property
+    def variant(self) -> Variant:
+        """What is measured: float16 results, a scale per token and per channel."""
+        return max(all_variants(self.op), key=lambda v: len(_MEASURED.intersection(v.words)))
+
+    @cached_property
+    def call(self) -> tuple[Operands, Options]:
+        """Operands on the device, and options."""
+        shape, generator = self.shape, torch.Generator().manual_seed(0)
+        sizes = (shape.m, shape.n // self.op.rows_per_column, shape.k)
+        operands, options = self.op.sample(self.variant, sizes, generator)
+        named = zip(self.op.args, operands, strict=False)
+        given = (None if a.name == "bias" and a.null else t for a, t in named)
+        return tuple(t if t is None else t.to(self.device) for t in given), options
+
+    @cached_property
+    def expected(self) -> tuple[Tensor, ...]:
+        """What the reference gives, its sums in float64 where it can."""
+        exact = "precision" in inspect.signature(self.op.reference).parameters
+        precision = {"precision": torch.float64} if exact else {}
+        operands, options = self.call
+        return tensors(self.op.reference(*operands, *options, **precision))
+
+    def forget_expected(self) -> None:
+        """Free the expected results."""
+        for name in [name for name in self.__dict__ if name.startswith("expected")]:
+            del self.__dict__[name]
+
+    @cached_property
+    def product(self) -> Product | None:
+        """What is multiplied; None for an operation that multiplies no matrices."""
+        operands, options = self.call
+        return product_of(f"quantkit.{self.op.name}", (*operands, *options), None)
+
+    @property
+    def reduced(self) -> int:
+        """Length of the reduction axis, as the kernels are chosen by it."""
+        operands, options = self.call
+        return self.op.check(self.op, operands, options).k
+
+    @property
+    def summed(self) -> int:
+        """Terms of a sum."""
+        return self.shape.summed
+
+    @property
+    def moved(self) -> float:
+        """Largest share of codes that may differ: none of those that are only quantized."""
+        return 0.0 if self.op.family.startswith("quantize") else _MOVED
+
+    def operand(self, name: str) -> Tensor:
+        """Return an operand by its name in the row."""
+        index = next(i for i, argument in enumerate(self.op.args) if argument.name == name)
+        tensor = self.call[0][index]
+        assert tensor is not None
+        return tensor
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """(N, K) uint8 codes of the weights, none packed."""
+        w = self.operand("w")
+        if self.op.sparse:
+            return unpack_two_of_four(w, self.operand("w_meta"))
+        if self.variant.word("QK_W_FORMAT") == INT4.name:
+            return decode_int4(w, self.operand("w_group"))
+        return w
 
     @cached_property
     def x16(self) -> Tensor:
-        """(M, K) float16 inputs."""
-        return self._normal(self.shape.m, self.shape.k, 1.0)
+        """(M, K) float16: what the codes of the inputs mean."""
+        return self._meant(self.operand("x"), "x_scale")
 
     @cached_property
     def w16(self) -> Tensor:
-        """(N, K) float16 weights."""
-        return self._normal(self.shape.n, self.shape.k, self.shape.k**-0.5)
+        """(N, K) float16: what the codes of the weights mean."""
+        return self._meant(self.weights, "w_scale")
+
+    def _meant(self, codes: Tensor, scale: str) -> Tensor:
+        values = decode(codes, self.variant.word("QK_X_FORMAT"), torch.float32)
+        return (values * self.operand(scale).reshape(-1, 1)).half()
+
+
+class LinearProblem(Problem):
+    """What a layer makes of a product: inputs are 16-bit, and quantized first."""
 
     @cached_property
-    def mask(self) -> Tensor:
-        """(N, K) bool, the larger two of every four weights."""
-        return choose_mask(self.w16.float().abs(), TWO_OF_FOUR)
+    def x16(self) -> Tensor:
+        """(M, K) float16 normal inputs."""
+        generator = torch.Generator(self.device).manual_seed(1)
+        size = (self.shape.m, self.shape.k)
+        return torch.randn(size, generator=generator, device=self.device).half()
+
+    @property
+    def x_format(self) -> str:
+        """Of the codes that inputs become."""
+        return self.variant.word("QK_X_FORMAT")
 
     @cached_property
-    def w16_sparse(self) -> Tensor:
-        """(N, K) float16 weights, half of them zero."""
-        return self.w16 * self.mask
+    def scale(self) -> Tensor:
+        """(1,) float32: of all inputs."""
+        largest = decode(torch.arange(256, dtype=torch.uint8), self.x_format, torch.float32)
+        top = largest[largest.isfinite()].max()
+        return (self.x16.float().abs().amax() / top.to(self.device)).reshape(1)
 
     @cached_property
-    def x(self) -> tuple[Tensor, Tensor]:
-        """(M, K) uint8 codes and (M,) float32 scales of the inputs."""
-        return _coded(self.x16)
+    def expected(self) -> tuple[Tensor, ...]:
+        """What the references give, with a scale for every token."""
+        quantize = OPS[name_for("quantize_token", self.x_format)].reference
+        scale, codes = quantize(self.x16, None, self.x_format)
+        return self._multiplied(codes, scale)
 
     @cached_property
-    def static_scale(self) -> Tensor:
-        """(1,) float32, of all inputs."""
-        return (self.x16.float().abs().amax() / 448).reshape(1)
+    def expected_static(self) -> tuple[Tensor, ...]:
+        """What the references give, with one scale."""
+        quantize = OPS[name_for("quantize_static", self.x_format)].reference
+        return self._multiplied(quantize(self.x16, None, self.scale, self.x_format), self.scale)
 
-    @cached_property
-    def x_static(self) -> tuple[Tensor, Tensor]:
-        """(M, K) uint8 codes of the inputs with one scale, and that."""
-        scale = self.static_scale
-        return quantize_static(self.x16, None, scale, FORMAT), scale
+    def _multiplied(self, codes: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        (_, _, *weights), options = self.call
+        return tensors(self.op.reference(codes, scale, *weights, *options, precision=torch.float64))
 
-    @cached_property
-    def w(self) -> tuple[Tensor, Tensor]:
-        """(N, K) uint8 codes and (N,) float32 scales of the weights."""
-        return _coded(self.w16)
 
-    @cached_property
-    def w_sparse(self) -> tuple[Tensor, Tensor]:
-        """(N, K) uint8 codes, half of them zero, and (N,) float32 scales."""
-        return _coded(self.w16_sparse)
+class AttentionProblem(Problem):
+    """Heads of B x H x Q x K x D in 16 bit, and their codes.
 
-    @cached_property
-    def w_packed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, K / 2) uint8 kept codes, (N, K / 8) uint8 positions, (N,) float32 scales."""
-        codes, scale = self.w_sparse
-        return (*pack_two_of_four(codes, self.mask), scale)
+    Normal numbers. Every column of keys and values has a mean of its own, as those of trained
+    models have: a mistake in the mean of the values, or in what a row of probabilities sums to, is
+    as large as the result.
+    """
 
-    @cached_property
-    def x_int8(self) -> tuple[Tensor, Tensor]:
-        """(M, K) uint8, the bytes of int8 codes, and (M,) float32 scales of the inputs."""
-        return _coded(self.x16, INT8.name)
-
-    @cached_property
-    def static_scale_int8(self) -> Tensor:
-        """(1,) float32, of all inputs."""
-        return (self.x16.float().abs().amax() / INT8.max).reshape(1)
-
-    @cached_property
-    def w_int8(self) -> tuple[Tensor, Tensor]:
-        """(N, K) uint8, the bytes of int8 codes, and (N,) float32 scales of the weights."""
-        return _coded(self.w16, INT8.name)
-
-    @cached_property
-    def w_int4(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, K / 2) uint8 nibbles, (N, K / 32) uint8 factors, and (N,) float32 scales."""
-        rows = self.w16.float()
-        scale, factors = amax_factors(rows)
-        steps = (factors.float() * scale.unsqueeze(1)).repeat_interleave(GROUP, dim=1)
-        codes = (rows / steps).round().clamp(INT4.min, INT4.max)
-        return pack_nibbles(codes), factors.view(torch.uint8), scale
-
-    @cached_property
-    def exact_int8(self) -> Tensor:
-        """(M, N) float64: the product of int8 codes, scales included."""
-        x, w = (self._decoded(coded, INT8.name) for coded in (self.x_int8, self.w_int8))
-        return self._product(x, w)
-
-    @cached_property
-    def exact_static_int8(self) -> Tensor:
-        """(M, N) float64: the same with one input scale."""
-        scale = self.static_scale_int8
-        coded = quantize_static(self.x16, None, scale, INT8.name), scale
-        x, w = (self._decoded(given, INT8.name) for given in (coded, self.w_int8))
-        return self._product(x, w)
-
-    @cached_property
-    def exact_w4a8(self) -> Tensor:
-        """(M, N) float64: the product of int8 codes and int4 weights."""
-        packed, factors, scale = self.w_int4
-        w = decode_int4(packed, factors), scale
-        return self._product(*(self._decoded(coded, INT8.name) for coded in (self.x_int8, w)))
-
-    @cached_property
-    def exact_codes(self) -> Tensor:
-        """(M, N) float64: the product of the codes, scales included."""
-        return self._product(self._decoded(self.x), self._decoded(self.w))
-
-    @cached_property
-    def exact_codes_sparse(self) -> Tensor:
-        """(M, N) float64: the same with 2:4 weights."""
-        return self._product(self._decoded(self.x), self._decoded(self.w_sparse))
-
-    @cached_property
-    def exact_static(self) -> Tensor:
-        """(M, N) float64: the product of the codes with one input scale."""
-        return self._product(self._decoded(self.x_static), self._decoded(self.w))
-
-    @cached_property
-    def exact(self) -> Tensor:
-        """(M, N) float64: the product of the 16-bit operands."""
-        return self._product(self.x16.double(), self.w16.double())
-
-    @cached_property
-    def exact_sparse(self) -> Tensor:
-        """(M, N) float64: the same with 2:4 weights."""
-        return self._product(self.x16.double(), self.w16_sparse.double())
-
-    @cached_property
-    def exact_gated(self) -> Tensor:
-        """(M, N / 2) float64: the first half of ``exact_static`` gated by GELU of the second."""
-        return gated(self.exact_static)
-
-    @cached_property
-    def exact_gated_sparse(self) -> Tensor:
-        """(M, N / 2) float64: the same with 2:4 weights."""
-        return gated(self._product(self._decoded(self.x_static), self._decoded(self.w_sparse)))
-
-    @cached_property
-    def exact_gated_f16(self) -> Tensor:
-        """(M, N / 2) float64: that of the 16-bit operands' product."""
-        return gated(self.exact)
-
-    @cached_property
-    def exact_gated_f16_sparse(self) -> Tensor:
-        """(M, N / 2) float64: the same with 2:4 weights."""
-        return gated(self.exact_sparse)
-
-    @cached_property
-    def gated_scale(self) -> Tensor:
-        """(1,) float32, of all gated values."""
-        return (self.exact_gated.abs().amax() / 448).float().reshape(1)
-
-    @cached_property
-    def gated_scale_sparse(self) -> Tensor:
-        """(1,) float32, the same with 2:4 weights."""
-        return (self.exact_gated_sparse.abs().amax() / 448).float().reshape(1)
-
-    def forget_exact(self) -> None:
-        """Free the float64 results."""
-        for name in [name for name in self.__dict__ if name.startswith("exact")]:
-            del self.__dict__[name]
-
-    def _normal(self, rows: int, columns: int, std: float) -> Tensor:
-        self._seed += 1
-        generator = torch.Generator(self.device).manual_seed(self._seed)
-        made = torch.randn(rows, columns, generator=generator, device=self.device)
-        return (made * std).half()
+    kind = AttentionShape
+    shape: AttentionShape  # type: ignore[assignment]
 
     @staticmethod
-    def _decoded(coded: tuple[Tensor, Tensor], fmt: str = FORMAT) -> Tensor:
-        codes, scale = coded
-        return decode(codes, fmt, torch.float64) * scale.double().unsqueeze(1)
+    def why_not(op: Op, shape: AttentionShape) -> str:  # type: ignore[override]
+        """Return why no contender takes a shape; empty when they may."""
+        del op
+        if takes_heads(shape.head_size):
+            return ""
+        return f"heads of {shape.head_size} columns, expected a multiple of 8 up to {LARGEST_HEAD}"
 
-    def _product(self, x: Tensor, w: Tensor) -> Tensor:
-        y = torch.empty(self.shape.m, self.shape.n, dtype=torch.float64, device=self.device)
-        for start in range(0, self.shape.m, _ROWS):
-            torch.mm(x[start : start + _ROWS], w.T, out=y[start : start + _ROWS])
-        return y
+    @cached_property
+    def q(self) -> Tensor:
+        """(B, H, Q, D) float16; in memory, as those of k and v, heads lie beside each other."""
+        return self._normal(1, self.shape.queries).half()
 
+    @cached_property
+    def k(self) -> Tensor:
+        """(B, H, K, D) float16."""
+        return (self._normal(2, self.shape.keys) + self._normal(3, 1)).half()
 
-def _coded(rows: Tensor, fmt: str = FORMAT) -> tuple[Tensor, Tensor]:
-    """Return uint8 codes and a float32 scale per row."""
-    scale, codes = quantize_token(rows, None, fmt)
-    return codes, scale
+    @cached_property
+    def v(self) -> Tensor:
+        """(B, H, K, D) float16."""
+        return (self._normal(4, self.shape.keys) + self._normal(5, 1)).half()
 
+    @property
+    def qk_format(self) -> str:
+        """Of the codes of queries and keys."""
+        return self.op.words("QK_X_FORMAT")[0]
 
-def gated(y: Tensor) -> Tensor:
-    """Return h * gelu(g), h and g the halves of (M, N): (M, N / 2)."""
-    h, g = y.chunk(2, dim=1)
-    return h * functional.gelu(g)
+    @cached_property
+    def scales(self) -> AttentionScales:
+        """Of these very numbers, of all (B * H) heads."""
+        return measured_scales(*self._rows())
+
+    @cached_property
+    def codes(self) -> AttentionCodes:
+        """The reference's codes of (B * H) heads."""
+        pv = None if self.op.words("QK_PV") == ("f16",) else E4M3FN.name
+        return attention_codes(*self._rows(), qk_format=self.qk_format, pv=pv, scales=self.scales)
+
+    @cached_property
+    def call(self) -> tuple[Operands, Options]:
+        """The codes, and the numbers of heads."""
+        codes, shape = self.codes, self.shape
+        operands = (
+            codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, codes.v_mean,
+        )  # fmt: skip
+        return operands, (shape.keys, shape.heads, shape.head_size, self.qk_format, torch.float16)
+
+    @cached_property
+    def product(self) -> Product:
+        """Scores, and means of values; columns that only fill a tile up do not count."""
+        shape, precision = self.shape, "int8" if self.qk_format == INT8.name else "fp8"
+        rows, d = shape.batch * shape.heads, shape.head_size
+        return Product.attention(rows, shape.queries, shape.keys, d, d, precision)
+
+    def _normal(self, seed: int, count: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        size = (self.shape.batch, count, self.shape.heads, self.shape.head_size)
+        return torch.randn(size, generator=generator, device=self.device).transpose(1, 2)
+
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the operands as (B * H, N, D)."""
+        return self.q.flatten(0, 1), self.k.flatten(0, 1), self.v.flatten(0, 1)

@@ -1,42 +1,14 @@
-"""What a device can do at best: measured, else from its data sheet; and the floor that this sets.
+"""Limits of a device, measured or from its data sheet, and the floor that they set to a time.
 
 The floor of an operation is the larger of two times: its multiplications at the peak rate of its
 precision, and its bytes, each read or written once, at the rate of a large copy.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
-from quantkit.bench.kernels.kernel_shapes import AttentionShape, Shape
 from quantkit.bench.kernels.timing import Call, Stopwatch, TimingPlan
-
-
-class Precision(Enum):
-    """What a contender multiplies, which decides its peak and its bytes."""
-
-    F16 = "f16"
-    F16_SPARSE = "f16 2:4"
-    FP8 = "fp8"
-    FP8_SPARSE = "fp8 2:4"
-    INT8 = "int8"
-    W4A8 = "int4 weights, int8"
-
-
-#: Bytes per weight: 2:4 keeps half of the values and, per kept one, 2 bits of position in FP8
-#: formats here and in cuSPARSELt's float16.
-WEIGHT_BYTES = {
-    Precision.F16: 2.0,
-    Precision.F16_SPARSE: 1.125,
-    Precision.FP8: 1.0,
-    Precision.FP8_SPARSE: 0.625,
-    Precision.INT8: 1.0,
-    # Nibbles, and a byte for 32 of them.
-    Precision.W4A8: 0.53125,
-}
-#: Peak as a multiple of another precision's: 2:4 instructions do twice the work.
-_TWICE = {Precision.F16_SPARSE: Precision.F16, Precision.FP8_SPARSE: Precision.FP8}
 
 
 @dataclass(frozen=True)
@@ -47,6 +19,8 @@ class Work:
     flops: float
     #: operands and result, once each
     nbytes: float
+    #: of the multiplications, as f16 or fp8 2:4; empty where there are none
+    precision: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,14 +41,14 @@ class Ceilings:
     #: GB/s of a large copy, bytes read and written
     copy: Ceiling
     #: TFLOP/s by precision
-    matmul: dict[Precision, Ceiling]
+    matmul: dict[str, Ceiling]
 
-    def floor_us(self, work: Work, precision: Precision | None) -> float | None:
+    def floor_us(self, work: Work) -> float | None:
         """Return the least time; None when the peak of the precision is not known."""
         by_bytes = work.nbytes / self.copy.rate / 1e3
-        if precision is None:
+        if not work.precision:
             return by_bytes
-        peak = self.matmul.get(precision)
+        peak = self.matmul.get(work.precision)
         return None if peak is None else max(by_bytes, work.flops / peak.rate / 1e6)
 
 
@@ -82,20 +56,19 @@ class Ceilings:
 class _Sheet:
     """A data sheet: dense TFLOP/s."""
 
-    f16: float
     fp8: float
     source: str
 
 
 #: By the name that torch gives; only for limits, never to choose a kernel.
 _SHEETS = {
-    "AMD Radeon RX 9070 XT": _Sheet(195, 389, "AMD's data sheet"),
-    "AMD Radeon RX 9070": _Sheet(144, 289, "AMD's data sheet"),
-    "AMD Radeon AI PRO R9700": _Sheet(191, 383, "AMD's data sheet"),
-    "AMD Radeon RX 9060 XT": _Sheet(103, 205, "AMD's data sheet"),
-    "NVIDIA GeForce RTX 4090": _Sheet(165.2, 330.3, "NVIDIA's Ada whitepaper, float32 sums"),
-    "NVIDIA H100 80GB HBM3": _Sheet(989, 1979, "NVIDIA's H100 data sheet"),
-    "NVIDIA H200": _Sheet(989, 1979, "NVIDIA's H200 data sheet"),
+    "AMD Radeon RX 9070 XT": _Sheet(389, "AMD's data sheet"),
+    "AMD Radeon RX 9070": _Sheet(289, "AMD's data sheet"),
+    "AMD Radeon AI PRO R9700": _Sheet(383, "AMD's data sheet"),
+    "AMD Radeon RX 9060 XT": _Sheet(205, "AMD's data sheet"),
+    "NVIDIA GeForce RTX 4090": _Sheet(330.3, "NVIDIA's Ada whitepaper, float32 sums"),
+    "NVIDIA H100 80GB HBM3": _Sheet(1979, "NVIDIA's H100 data sheet"),
+    "NVIDIA H200": _Sheet(1979, "NVIDIA's H200 data sheet"),
 }
 
 _PLAN = TimingPlan(warmup=2, repeats=15, seconds=1.0)
@@ -112,53 +85,34 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     side = 8192 if on_gpu else 512
     if not on_gpu:
         found = _measured(watch, _matmul(side, torch.float32, device), side, "float32 torch.mm")
-        return Ceilings(copy, dict.fromkeys(Precision, found))
-    matmul = {}
+        return Ceilings(copy, dict.fromkeys((*_UNITS, *map(_sparse, _UNITS)), found))
     f16 = _measured(watch, _matmul(side, torch.float16, device), side, "float16 torch.mm")
-    matmul[Precision.F16] = f16
+    fp8 = _fp8_peak(watch, side)
+    # The units that multiply FP8 multiply int8 as fast, on all of these devices.
+    dense = {"f16": f16} | ({} if fp8 is None else {"fp8": fp8, "int8": fp8})
+    # 2:4 instructions do twice the work.
+    sparse = {
+        _sparse(name): Ceiling(2 * peak.rate, peak.measured, f"twice {name}: {peak.source}")
+        for name, peak in dense.items()
+    }
+    return Ceilings(copy, dense | sparse)
+
+
+_UNITS = ("f16", "fp8", "int8")
+
+
+def _sparse(name: str) -> str:
+    return f"{name} 2:4"
+
+
+def _fp8_peak(watch: Stopwatch, side: int) -> Ceiling | None:
     try:
-        call = _scaled(side, device)
+        call = _scaled(side, watch.device)
         call()
-        matmul[Precision.FP8] = _measured(watch, call, side, "torch._scaled_mm, fast, per tensor")
     except (RuntimeError, ValueError, AttributeError):
-        sheet = _SHEETS.get(torch.cuda.get_device_name(device))
-        if sheet is not None:
-            matmul[Precision.FP8] = Ceiling(sheet.fp8, measured=False, source=sheet.source)
-    for integer in (Precision.INT8, Precision.W4A8):
-        # The units that multiply FP8 multiply int8 as fast, on all of these devices.
-        if Precision.FP8 in matmul:
-            matmul[integer] = matmul[Precision.FP8]
-    for sparse, dense in _TWICE.items():
-        if dense in matmul:
-            known = matmul[dense]
-            source = f"twice {dense.value}: {known.source}"
-            matmul[sparse] = Ceiling(2 * known.rate, known.measured, source)
-    return Ceilings(copy, matmul)
-
-
-def gemm_work(shape: Shape, precision: Precision, *, x_bytes: float, y_bytes: float = 2.0) -> Work:
-    """Return the work of a product.
-
-    Args:
-        x_bytes: bytes of one input value.
-        y_bytes: bytes of the result by M N.
-    """
-    m, n, k = shape.m, shape.n, shape.k
-    nbytes = m * k * x_bytes + n * k * WEIGHT_BYTES[precision] + m * n * y_bytes
-    return Work(2.0 * m * n * k, nbytes)
-
-
-def attention_work(shape: AttentionShape, *, x_bytes: float, y_bytes: float = 2.0) -> Work:
-    """Return the work of attention: two products; its exponentials are not counted.
-
-    Args:
-        x_bytes: bytes of a value of q, k and v.
-        y_bytes: of the result.
-    """
-    rows = shape.batch * shape.heads
-    queries, keys = (rows * n * shape.head_size for n in (shape.queries, shape.keys))
-    nbytes = (queries + 2 * keys) * x_bytes + queries * y_bytes
-    return Work(4.0 * queries * shape.keys, nbytes)
+        sheet = _SHEETS.get(torch.cuda.get_device_name(watch.device))
+        return None if sheet is None else Ceiling(sheet.fp8, measured=False, source=sheet.source)
+    return _measured(watch, call, side, "torch._scaled_mm, fast, per tensor")
 
 
 def _measure_copy(watch: Stopwatch, count: int) -> Ceiling:

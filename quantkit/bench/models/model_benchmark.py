@@ -16,8 +16,8 @@ from quantkit.bench.kernels.compiled_blocks import (
     outside_blocks,
     with_shared_weights,
 )
+from quantkit.bench.kernels.figures import Verdict
 from quantkit.bench.kernels.kernel_benchmark import REFUSALS, one_line
-from quantkit.bench.kernels.kernel_figures import Verdict
 from quantkit.bench.kernels.machine import describe_machine, read_clocks
 from quantkit.bench.kernels.stopping import stopping_early
 from quantkit.bench.kernels.timing import Stopwatch, TimingPlan
@@ -184,7 +184,7 @@ def run_model_bench(
                 found.append(_prepare(bench, contender))
         interrupted = "interrupted before it was ready"
         found += [
-            ModelRow(contender.name, Verdict.CANNOT, reason=interrupted)
+            ModelRow(contender=contender.name, verdict=Verdict.CANNOT, reason=interrupted)
             for contender in contenders[len(found) :]
         ]
         progress("prepare models", len(contenders), len(contenders))
@@ -194,8 +194,14 @@ def run_model_bench(
                 _profiled(row, ready.step, device) if ready else row
                 for row, ready in zip(rows, (_ready(f) for f in found), strict=True)
             ]
-    clocks = (before, read_clocks(device))
-    return ModelResult(machine, clocks, denoiser, settings, plan, tuple(rows))
+    return ModelResult(
+        machine=machine,
+        clocks=(before, read_clocks(device)),
+        denoiser=denoiser,
+        settings=settings,
+        plan=plan,
+        rows=tuple(rows),
+    )
 
 
 def _run_original(bench: _Bench) -> None:
@@ -219,7 +225,7 @@ def _prepare(bench: _Bench, contender: ModelContender) -> _Ready | ModelRow:
     start = time.perf_counter()
 
     def absent(verdict: Verdict, reason: str, error: float | None = None) -> ModelRow:
-        return ModelRow(contender.name, verdict, reason=reason, error=error)
+        return ModelRow(contender=contender.name, verdict=verdict, reason=reason, error=error)
 
     if reason := _why_the_same(bench, contender):
         return absent(Verdict.CANNOT, reason)
@@ -246,8 +252,8 @@ def _prepare(bench: _Bench, contender: ModelContender) -> _Ready | ModelRow:
         except REFUSALS as refusal:
             return absent(Verdict.CANNOT, f"in a CUDA graph: {one_line(refusal)}")
     row = ModelRow(
-        contender.name,
-        Verdict.TIMED,
+        contender=contender.name,
+        verdict=Verdict.TIMED,
         error=found.error,
         weight_bytes=weights,
         of_f16=weights / weight_bytes(bench.original),

@@ -1,18 +1,14 @@
-"""The figures of a run of the model benchmark, and their file."""
+"""The figures of a run of the model benchmark."""
 
-import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from quantkit.bench.kernels.kernel_figures import Verdict
-from quantkit.bench.kernels.machine import Machine
-from quantkit.bench.kernels.timing import Timing, TimingPlan
+from quantkit.bench.kernels.figures import Measurement, Row
+from quantkit.bench.kernels.timing import Timing
 from quantkit.bench.models.denoisers import Denoiser
 from quantkit.bench.models.profiling import KernelTime
-from quantkit.storage.files import staged_file
-
-SCHEMA, VERSION = "quantkit.model.bench", 1
 
 
 @dataclass(frozen=True)
@@ -44,19 +40,14 @@ class ModelBenchSettings:
     scratch: Path | None = None
 
 
-@dataclass(frozen=True)
-class ModelRow:
-    """One contender."""
+@dataclass(frozen=True, kw_only=True)
+class ModelRow(Row):
+    """One contender.
 
-    contender: str
-    verdict: Verdict
-    #: why it was not timed; empty when it was
-    reason: str = ""
-    #: of the worst packed layer over the rms of ``reference``; of others from float16,
-    #: ||difference|| / ||output||
-    error: float | None = None
-    #: of one step
-    timing: Timing | None = None
+    Its error is that of the worst packed layer over the rms of ``reference``; of others from
+    float16, ||difference|| / ||output||. Its timing is of one step.
+    """
+
     #: of one step of ``settings.in_a_row``; None where these were not measured
     in_a_row: Timing | None = None
     #: of parameters and buffers, and over the float16 model's
@@ -74,44 +65,22 @@ class ModelRow:
     kernels: tuple[KernelTime, ...] = ()
 
 
-@dataclass(frozen=True)
-class ModelResult:
+@dataclass(frozen=True, kw_only=True)
+class ModelResult(Measurement[ModelRow]):
     """A whole run."""
 
-    machine: Machine
-    #: before and after, as nvidia-smi names them
-    clocks: tuple[dict[str, str], dict[str, str]]
+    schema: ClassVar[str] = "quantkit.model.bench"
+
     denoiser: Denoiser
     settings: ModelBenchSettings
-    plan: TimingPlan
-    rows: tuple[ModelRow, ...]
 
-    @property
-    def wrong(self) -> tuple[ModelRow, ...]:
-        """Rows whose result is wrong."""
-        return tuple(row for row in self.rows if row.verdict is Verdict.WRONG)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the file's JSON values."""
-        settings = asdict(self.settings)
-        del settings["scratch"]
-        return {
-            "schema": SCHEMA,
-            "schema_version": VERSION,
-            "machine": asdict(self.machine),
-            "clocks": {"before": self.clocks[0], "after": self.clocks[1]},
-            "model": asdict(self.denoiser),
-            "settings": settings,
-            "plan": asdict(self.plan),
-            "rows": [{**asdict(row), "verdict": row.verdict.value} for row in self.rows],
-        }
+    def circumstances(self) -> Mapping[str, Any]:
+        """Return the model and how it is run."""
+        return model_facts(self.denoiser, self.settings)
 
 
-def save_model_result(result: ModelResult, path: Path, *, force: bool) -> None:
-    """Write the figures.
-
-    Raises:
-        OutputError: it exists without ``force``, or cannot be written.
-    """
-    with staged_file(path, force=force) as stage:
-        stage.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+def model_facts(denoiser: Denoiser, settings: ModelBenchSettings) -> dict[str, Any]:
+    """Return the JSON values of a model and how it is run."""
+    told = asdict(settings)
+    del told["scratch"]
+    return {"model": asdict(denoiser), "settings": told}

@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.bench.estimate.groups import ATTENTION, NORMS, PRODUCTS, SMALL
-from quantkit.bench.estimate.matrix_product import Product
+from quantkit.bench.kernels.matrix_product import Product
 from quantkit.device.ops.op import Op
 from quantkit.device.ops.table import OPS
 from quantkit.numerics.conv_windows import ConvShape
 from quantkit.numerics.formats import INT8
+
+#: The groups that kernels are in.
+PRODUCTS, ATTENTION, NORMS, SMALL = "products", "attention", "norms", "elementwise and copies"
 
 #: Integers of a call by name, or a convolution, to its product.
 _Reader = Callable[[Op, Any], Product]
