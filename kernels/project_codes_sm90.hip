@@ -16,21 +16,21 @@
 #include "gemm_sm90.h"
 
 using Tile = qk::HopperTile<QK_TILE_N, QK_TILE_M, QK_BLOCKS, QK_PING_PONG == 1, QK_TEAM, QK_STAGED,
-                            qk::Stored::kDense, 1, QK_CHUNK>;
+                            qk::WeightKind(QK_WEIGHTS), 1, QK_CHUNK>;
 using Epilogue = qk::HopperCodesEpilogue<Tile, qk::Ends::kRows, QK_X_SCALE == QK_TOKEN>;
-using Gemm = qk::HopperGemm<Tile, qk::Format(QK_W_FORMAT), qk::Format(QK_X_FORMAT),
-                            QK_ACCURATE == 1, Epilogue>;
+using Gemm = qk::HopperGemm<Tile, qk::Format(QK_W_CODES), qk::Format(QK_X_FORMAT), QK_ACCURATE == 1,
+                            Epilogue>;
 static_assert(Tile::kSharedBytes == QK_SHARED_BYTES, "hopper/gemm.py counts the shared memory");
 
 QK_HOPPER_KERNEL(Tile::kThreads, Tile::kTeam)
 QK_SYMBOL(const __grid_constant__ qk::TensorMap x_map, const float* x_scale,
-          const __grid_constant__ qk::TensorMap w_map, const float* w_scale, const float* bias,
-          qk::u8* codes, int m, int n, int k, int tokens, int d, int group) {
+          const __grid_constant__ qk::TensorMap w_map, QK_META_PARAMETER(w) const float* w_scale,
+          const float* bias, qk::u8* codes, int m, int n, int k, int tokens, int d, int group) {
   extern __shared__ __align__(1024) qk::u8 shared[];
   Gemm::run({x_map,
              w_map,
              x_map,
-             nullptr,
+             QK_META(w),
              {x_scale, w_scale, bias, {codes}, m, n, n, tokens, d},
              k,
              group,

@@ -17,7 +17,7 @@
 #include "gemm_sm90.h"
 
 using Tile = qk::HopperTile<QK_TILE_N, QK_TILE_M, QK_BLOCKS, QK_PING_PONG == 1, QK_TEAM, QK_STAGED,
-                            qk::Stored::kDense, 1, QK_CHUNK>;
+                            qk::WeightKind::kDense, 1, QK_CHUNK>;
 using Epilogue = qk::HopperCodesEpilogue<Tile, qk::Ends::kColumns, QK_X_SCALE == QK_TOKEN>;
 using Gemm = qk::HopperGemm<Tile, qk::Format(QK_W_FORMAT), qk::Format(QK_X_FORMAT),
                             QK_ACCURATE == 1, Epilogue>;

@@ -44,12 +44,14 @@ struct HeadsArgs {
   QK_DEVICE int pitch() const { return (tokens + 15) / 16 * 16; }
 };
 
-/// Rows of three weights, one after the other.
+/// Rows of three weights, one after the other, each with metadata of its own.
 template <class Tile>
 struct HeadsView : MatrixView<Tile> {
   const TensorMap* keys;
   const TensorMap* values;
-  int rows;  // of a part, up to whole tiles
+  int rows;                           // of a part, up to whole tiles
+  const u8 *keys_meta, *values_meta;  // null with dense weights
+  int each;                           // rows of a part
 
   QK_DEVICE const TensorMap& map_of(const TensorMap& queries, int n) const {
     return n < rows ? queries : n < 2 * rows ? *keys : *values;
@@ -57,18 +59,10 @@ struct HeadsView : MatrixView<Tile> {
   QK_DEVICE Coordinates<2> weights(int step, int n) const {
     return MatrixView<Tile>::weights(step, n < rows ? n : n < 2 * rows ? n - rows : n - 2 * rows);
   }
-};
-
-/// The same of 2:4 weights, whose keys and values have metadata of their own, too.
-template <class Tile>
-struct SparseHeadsView : HeadsView<Tile> {
-  const u8 *keys_meta, *values_meta;
-  int each;  // rows of a part
-
   QK_DEVICE const u8* metadata_of(const u8* queries, int n, int, int k) const {
     const u8* all = queries;
-    if (n >= this->rows) n -= this->rows, all = keys_meta;
-    if (n >= this->rows) n -= this->rows, all = values_meta;
+    if (n >= rows) n -= rows, all = keys_meta;
+    if (n >= rows) n -= rows, all = values_meta;
     return MatrixView<Tile>::metadata_of(all, n, each, k);
   }
 };
@@ -77,8 +71,7 @@ template <class Tile, Ends kEnds, bool kPerToken>
 struct HopperCodesEpilogue {
   static constexpr int kParts = kEnds == Ends::kHeads ? 3 : 1;
   using Args = HeadsArgs<kParts>;
-  using Joint = Choice<Tile::kSparse, SparseHeadsView<Tile>, HeadsView<Tile>>;
-  using View = Choice<kEnds == Ends::kHeads, Joint, MatrixView<Tile>>;
+  using View = Choice<kEnds == Ends::kHeads, HeadsView<Tile>, MatrixView<Tile>>;
   static constexpr bool kWorksBeside = false;
   static constexpr int kVectors = Tile::kOutputs / 16;  // of 16 codes, in a warpgroup's row
 

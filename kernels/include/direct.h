@@ -115,17 +115,19 @@ struct DirectLoop {
 
 template <bool kDirect>
 struct LoopKind {
-  template <class Tile, class Mma, class WeightRows>
-  using Loop = TileLoop<Tile, Mma, WeightRows>;
+  template <class Tile, class Mma, class WeightRows, class Tokens, class Weights>
+  using Loop = TileLoop<Tile, Mma, WeightRows, Tokens, Weights>;
 };
 template <>
 struct LoopKind<true> {
-  template <class Tile, class Mma, class WeightRows>
+  template <class Tile, class Mma, class WeightRows, class Tokens, class Weights>
   using Loop = DirectLoop<Tile, Mma, WeightRows>;
 };
 
-/// The loop of a tile of the menu.
-template <class Tile, class Mma, class WeightRows = Rows>
-using LoopOf = typename LoopKind<Tile::kDirect>::template Loop<Tile, Mma, WeightRows>;
+/// The loop of a tile of the menu. One of few tokens reads codes from matrices alone.
+template <class Tile, class Mma, class WeightRows = Rows, class Tokens = MatrixTokens<Tile>,
+          class Weights = CodeWeights<Tile, Mma::kSparse>>
+using LoopOf =
+    typename LoopKind<Tile::kDirect>::template Loop<Tile, Mma, WeightRows, Tokens, Weights>;
 
 }  // namespace qk

@@ -8,11 +8,9 @@
 #pragma once
 
 #include "mma_sm90.h"
+#include "weights_axis.h"
 
 namespace qk {
-
-/// How w lies in memory: int8 or FP8 codes, the kept ones of 2:4 weights, or int4 codes.
-enum class Stored { kDense, kSparse, kInt4 };
 
 struct Problem {
   int m, n, k;
@@ -24,13 +22,13 @@ struct Problem {
 /// last one is written. Large chunks take fewer barriers, small ones less memory and start to leave
 /// earlier. Gated: half of the rows of w gate the other half, and y has a column for two of them
 /// (gated_sm90.h). Added: to what y is added; the residual's chunks arrive where those of y leave.
-template <int N, int M, int Blocks, bool PingPong, int Team, int Staged, Stored W, int OutputBytes,
-          int Chunk, bool Gated = false, Residual Added = Residual(QK_RESIDUAL)>
+template <int N, int M, int Blocks, bool PingPong, int Team, int Staged, WeightKind W,
+          int OutputBytes, int Chunk, bool Gated = false, Residual Added = Residual(QK_RESIDUAL)>
 struct HopperTile {
   static constexpr int kN = N, kM = M, kBlocks = Blocks, kTeam = Team;
   static constexpr bool kPingPong = PingPong, kGated = Gated;
   static constexpr bool kAdds = Added != Residual::kNone, kAddsGated = Added == Residual::kGated;
-  static constexpr bool kSparse = W == Stored::kSparse, kInt4 = W == Stored::kInt4;
+  static constexpr bool kSparse = W == WeightKind::kSparse, kInt4 = W == WeightKind::kInt4;
   static constexpr bool kHasMetadata = kSparse || kInt4;
   static constexpr int kPerMeta = kSparse ? 8 : 32;  // weights of a row for a byte of metadata
   static constexpr int kConsumers = PingPong ? 2 : N / (64 * Blocks);

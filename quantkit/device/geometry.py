@@ -49,6 +49,8 @@ class Tile:
     k: int
     #: of a block, which they cut along m, n and k
     waves: tuple[int, int, int]
+    #: static LDS bytes of a block, by how weights lie in memory
+    lds: Mapping[str, int]
 
     @property
     def block(self) -> int:
@@ -72,7 +74,7 @@ class OwnTile:
 def tiles() -> tuple[Tile, ...]:
     """Return the tile menu; variant word ``t1`` is its entry 1."""
     entries = _launch_file(kernel_sources())["tiles"]
-    return tuple(Tile(tile["m"], tile["n"], tile["k"], tuple(tile["waves"])) for tile in entries)
+    return tuple(Tile(e["m"], e["n"], e["k"], tuple(e["waves"]), e["lds"]) for e in entries)
 
 
 def tile_named(word: str) -> Tile | None:
@@ -80,9 +82,9 @@ def tile_named(word: str) -> Tile | None:
     return {f"t{index}": tile for index, tile in enumerate(tiles())}.get(word)
 
 
-def macros(source: str, tile_word: str) -> tuple[str, ...]:
+def macros(source: str, tile_word: str, weights: str = "dense") -> tuple[str, ...]:
     """Return what a source is told of its launch, for the compiler's command."""
-    launch = geometry_of(source, tile_word)
+    launch = geometry_of(source, tile_word, weights)
     values = {"THREADS": launch.block, "LDS_BYTES": launch.lds}
     if own := own_tile(source, tile_word):
         values |= {"TILE_M": own.m, "TILE_N": own.n}
@@ -105,12 +107,13 @@ def has_tile(source: str, tile_word: str) -> bool:
     return not found or tile_word in found
 
 
-def geometry_of(source: str, tile_word: str) -> Geometry:
+def geometry_of(source: str, tile_word: str, weights: str = "dense") -> Geometry:
     """Return the block, grid expressions and LDS of a variant, tile sizes filled in.
 
     Args:
         source: file below ``kernels``.
         tile_word: the variant's word for its tile; empty when it has none.
+        weights: how they lie in memory, of ``Tile.lds``.
     """
     entry = _entry(source)
     x, y, z = entry["grid"]
@@ -118,9 +121,8 @@ def geometry_of(source: str, tile_word: str) -> Geometry:
         return Geometry(entry["block"], (_filled(x, own), _filled(y, own), z), own.lds)
     if not tile_word:
         return Geometry(entry["block"], (x, y, z), entry["lds"])
-    index = int(tile_word[1:])
-    tile = tiles()[index]
-    return Geometry(tile.block, (_filled(x, tile), _filled(y, tile), z), entry["lds"][index])
+    tile = tiles()[int(tile_word[1:])]
+    return Geometry(tile.block, (_filled(x, tile), _filled(y, tile), z), tile.lds[weights])
 
 
 def _filled(text: str, tile: Tile | OwnTile) -> str:

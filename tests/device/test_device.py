@@ -13,7 +13,7 @@ from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import Choice, choose
 from quantkit.device.geometry import ceil_div, compile_expression, tiles
 from quantkit.device.host import calls as host_calls
-from quantkit.device.ops.op import all_variants
+from quantkit.device.ops.op import WeightKind, all_variants
 from quantkit.device.ops.quantize import quantize_token
 from quantkit.device.ops.table import OPS, default_variants, find_op
 from quantkit.device.tiles import choose_tile, variants_for
@@ -41,7 +41,8 @@ def launch_file():
 
 
 def macros():
-    text = (kernel_sources() / "include" / "config.h").read_text(encoding="utf-8")
+    headers = (kernel_sources() / "include" / name for name in ("config.h", "weights_axis.h"))
+    text = "".join(header.read_text(encoding="utf-8") for header in headers)
     return {name: int(value) for name, value in re.findall(r"#define QK_(\w+) (\d+)", text)}
 
 
@@ -64,6 +65,8 @@ def test_words_have_the_numbers_of_the_header():
         elif macro not in {"QK_SMOOTH", "QK_MOMENTS"}:
             assert (numbers[word.upper()] if word else 0) == number, (macro, word)
     assert [numbers[layout.upper()] for layout in HOST_LAYOUTS] == [0, 1, 2]
+    for kind in WeightKind:
+        assert f"-DQK_WEIGHTS={numbers[f'WEIGHTS_{kind.value.upper()}']}" == kind.define
 
 
 def test_tables_agree_with_the_launch_file():
@@ -72,10 +75,8 @@ def test_tables_agree_with_the_launch_file():
     assert sources == {f"{name}.hip" for name in content if name not in ("about", "tiles")}
     for op in OPS.values():
         assert (kernel_sources() / op.source).is_file()
-        entry = content[op.source.removesuffix(".hip")]
-        assert entry.get("k_multiple", 1) == op.k_multiple
-        if op.axes[-1].macro == "QK_TILE":
-            assert len(op.axes[-1].words) == len(entry["lds"]) <= len(content["tiles"])
+        for word in op.words("QK_TILE"):
+            assert content["tiles"][int(word[1:])]["lds"][op.weights.value] > 0
     assert len(host_calls._TILE_SPEED) <= len(content["tiles"])
 
 
@@ -85,7 +86,7 @@ def test_sources_get_the_numbers_of_the_launch_file():
     tile = {"QK_TILE_M": 16, "QK_TILE_N": 32, "QK_TILE_K": 512, "QK_THREADS": 256}
     assert tile.items() <= found.items()
     assert [found[f"QK_WAVES_{of}"] for of in "MNK"] == [1, 1, 8]
-    assert found["QK_LDS_BYTES"] == launch_file()["gemm"]["lds"][4]
+    assert found["QK_LDS_BYTES"] == launch_file()["tiles"][4]["lds"]["dense"]
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
@@ -94,6 +95,9 @@ def test_arguments_are_the_kernels(op):
     for macro, axis in (("RESIDUAL", "QK_RESIDUAL"), ("CODES", "QK_Y_FORMAT")):
         some = r"\1" if op.words(axis) else ""
         source = re.sub(rf"QK_IF_{macro}\(([^)]*)\)", some, source)
+    behind = {WeightKind.SPARSE: "_meta", WeightKind.INT4: "_group"}.get(op.weights)
+    some = rf"const qk::u8* \1{behind}," if behind else ""
+    source = re.sub(r"QK_META_PARAMETER\((\w+)\)", some, source)
     parameters = re.search(r"QK_SYMBOL\(([^)]*)\)", source).group(1).split(",")
     assert [re.search(r"(\w+)\s*$", text).group(1) for text in parameters] == [
         argument.name for argument in op.args

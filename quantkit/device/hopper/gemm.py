@@ -259,7 +259,7 @@ class HopperKernel:
             "RESIDUAL": list(Residual).index(self.residual),
         }
         macros = (f"-DQK_{name}={value}" for name, value in values.items())
-        return (f"-DQK_SYMBOL={self.symbol}", *macros)
+        return (f"-DQK_SYMBOL={self.symbol}", self.op.weights.define, *macros)
 
     @property
     def weight_row(self) -> int:

@@ -15,7 +15,7 @@ IO_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 _IO_WORDS = {dtype: word for word, dtype in IO_DTYPES.items()}
 
 #: argument name, tensor, values of K per byte of a row
-Weights = tuple[tuple[str, Tensor, int], ...]
+StoredWeights = tuple[tuple[str, Tensor, int], ...]
 
 
 def given(operand: Tensor | None) -> Tensor:
@@ -63,7 +63,7 @@ def check_gemm(
     op: str,
     x: Tensor,
     x_scale: Tensor,
-    weights: Weights,
+    weights: StoredWeights,
     w_scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
@@ -87,7 +87,7 @@ def check_gated(
     op: str,
     x: Tensor,
     x_scale: Tensor,
-    weights: Weights,
+    weights: StoredWeights,
     w_scale: Tensor,
     bias: Tensor | None,
     y_scale: Tensor,
@@ -110,7 +110,7 @@ def check_conv(
     op: str,
     x: Tensor,
     x_scale: Tensor,
-    weights: Weights,
+    weights: StoredWeights,
     w_scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
@@ -147,7 +147,7 @@ def _check_weights(
     op: str,
     x: Tensor,
     k: int,
-    weights: Weights,
+    weights: StoredWeights,
     w_scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,

@@ -21,7 +21,6 @@ from quantkit.device.ops.op import (
     Variant,
 )
 from quantkit.device.ops.products import (
-    CODES,
     IO,
     SUMMED,
     TILE,
@@ -31,10 +30,9 @@ from quantkit.device.ops.products import (
     N,
     formats,
     named_weights,
+    products,
     sample_product,
     scales_and_bias,
-    with_int4,
-    with_sparse,
 )
 from quantkit.device.ops.residual import SUFFIX, with_residual
 from quantkit.numerics.conv_windows import ConvShape, Windows
@@ -174,51 +172,45 @@ def _requirements(multiple: int) -> tuple[str, ...]:
 _PICTURES = "m / (out_height * out_width)"
 
 
-def _on(kind: str) -> tuple[Op, Op]:
-    return with_sparse(
-        Op(
-            name=f"conv_{kind}",
-            family="conv",
-            source="conv.hip",
-            formula=(
-                f"gemm_{kind} of windows of x: row (b, v, u), column (r, s, c) is x[b, v "
-                "stride_y + r dilation_y - top, u stride_x + s dilation_x - left, c], or 0 outside"
-            ),
-            schema=(
-                "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, int[] windows, "
-                "str x_format, str w_format, ScalarType dtype) -> Tensor"
-            ),
-            axes=(
-                *(formats("X", kind), formats("W", kind)),
-                # A pixel is part of many outputs, which share its scale.
-                Axis("QK_X_SCALE", ("tensor",)),
-                *(W_SCALE_AXIS, IO),
-                # Operands always go through LDS, and the fifth tile's do not.
-                Axis(TILE.macro, TILE.words[:4]),
-            ),
-            args=(
-                Argument("x", "u8", f"[{_PICTURES}, height, width, channels]"),
-                Argument("x_scale", "f32", "[1]"),
-                *(Argument("w", "u8", "[n, k]"), *scales_and_bias("n")),
-                Argument("y", "io", f"[{_PICTURES}, out_height, out_width, n]", written=True),
-                *(M, N, K, *(Argument(name, "i32") for name in PICTURE)),
-            ),
-            k_multiple=16,
-            check=_check,
-            outputs=_outputs,
-            reference=conv,
-            budget=SUMMED,
-            sample=_sample,
-            numbers=integers,
-            why_not=why_not,
-            detour=_unfold,
-            requires=_requirements(16),
+def _dense(kind: str, k_multiple: int) -> Op:
+    return Op(
+        name=f"conv_{kind}",
+        family="conv",
+        source="conv.hip",
+        formula=(
+            f"gemm_{kind} of windows of x: row (b, v, u), column (r, s, c) is x[b, v "
+            "stride_y + r dilation_y - top, u stride_x + s dilation_x - left, c], or 0 outside"
         ),
-        formula=f"gemm_{kind}_sparse of conv_{kind}'s windows",
-        requires=_requirements(32),
+        schema=(
+            "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, int[] windows, "
+            "str x_format, str w_format, ScalarType dtype) -> Tensor"
+        ),
+        axes=(
+            *(formats("X", kind), formats("W", kind)),
+            # A pixel is part of many outputs, which share its scale.
+            Axis("QK_X_SCALE", ("tensor",)),
+            *(W_SCALE_AXIS, IO),
+            # Operands always go through LDS, and the fifth tile's do not.
+            Axis(TILE.macro, TILE.words[:4]),
+        ),
+        args=(
+            Argument("x", "u8", f"[{_PICTURES}, height, width, channels]"),
+            Argument("x_scale", "f32", "[1]"),
+            *(Argument("w", "u8", "[n, k]"), *scales_and_bias("n")),
+            Argument("y", "io", f"[{_PICTURES}, out_height, out_width, n]", written=True),
+            *(M, N, K, *(Argument(name, "i32") for name in PICTURE)),
+        ),
+        k_multiple=k_multiple,
+        check=_check,
+        outputs=_outputs,
+        reference=conv,
+        budget=SUMMED,
+        sample=_sample,
+        numbers=integers,
+        why_not=why_not,
+        detour=_unfold,
+        requires=_requirements(k_multiple),
     )
 
 
-_ROWS = tuple(op for kind in CODES for op in _on(kind))
-_INT4 = tuple(with_int4(op, _requirements(32)) for op in _ROWS if op.name == "conv_int8")
-OPS = tuple(op for plain in (*_ROWS, *_INT4) for op in with_residual(plain, gates=False))
+OPS = tuple(op for plain in products(_dense) for op in with_residual(plain, gates=False))

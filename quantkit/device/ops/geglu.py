@@ -19,7 +19,6 @@ from quantkit.device.ops.op import (
     Variant,
 )
 from quantkit.device.ops.products import (
-    CODES,
     IO,
     TILE,
     W_SCALE_AXIS,
@@ -31,10 +30,9 @@ from quantkit.device.ops.products import (
     N,
     formats,
     named_weights,
+    products,
     sample_product,
     scales_and_bias,
-    with_int4,
-    with_sparse,
 )
 from quantkit.numerics.formats import find_format
 from quantkit.numerics.scales import cast
@@ -119,47 +117,43 @@ def _sample(
     return (*operands, torch.tensor([0.05])), (*kinds, IO_DTYPES[variant.word("QK_IO")])
 
 
-def _on(kind: str) -> tuple[Op, Op]:
-    return with_sparse(
-        Op(
-            name=f"geglu_{kind}",
-            family="geglu",
-            source="geglu.hip",
-            formula=(
-                f"y[i, j] = {kind}(clamp(p[i, j] * gelu(p[i, n + j]) / y_scale[0], -max, max)), "
-                f"p gemm_{kind}'s y of 2 n columns"
-            ),
-            schema=(
-                "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, "
-                "Tensor y_scale, str x_format, str w_format, str y_format, ScalarType dtype) "
-                "-> Tensor"
-            ),
-            axes=(
-                *(formats("X", kind), formats("W", kind), X_SCALE_AXIS, W_SCALE_AXIS, IO),
-                *(formats("Y", kind), TILE),
-            ),
-            args=(
-                *(X_CODES, X_SCALE, Argument("w", "u8", "[2 n, k]"), *scales_and_bias("2 n")),
-                Argument("y_scale", "f32", "[1]"),
-                *(Argument("y", "u8", "[m, n]", written=True), M, N, K),
-            ),
-            k_multiple=16,
-            check=_check,
-            outputs=_outputs,
-            reference=geglu,
-            budget=Budget(
-                0.0,
-                0.0,
-                (0.0, 0.0),
-                "gelu is within 1.8e-4 of its value, 1.2e-7 where that is smaller: a code is the "
-                "nearest of a number so near",
-            ),
-            sample=_sample,
-            rows_per_column=2,
+def _dense(kind: str, k_multiple: int) -> Op:
+    return Op(
+        name=f"geglu_{kind}",
+        family="geglu",
+        source="geglu.hip",
+        formula=(
+            f"y[i, j] = {kind}(clamp(p[i, j] * gelu(p[i, n + j]) / y_scale[0], -max, max)), "
+            f"p gemm_{kind}'s y of 2 n columns"
         ),
-        formula=f"geglu_{kind} of gemm_{kind}_sparse's y",
+        schema=(
+            "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, "
+            "Tensor y_scale, str x_format, str w_format, str y_format, ScalarType dtype) "
+            "-> Tensor"
+        ),
+        axes=(
+            *(formats("X", kind), formats("W", kind), X_SCALE_AXIS, W_SCALE_AXIS, IO),
+            *(formats("Y", kind), TILE),
+        ),
+        args=(
+            *(X_CODES, X_SCALE, Argument("w", "u8", "[2 n, k]"), *scales_and_bias("2 n")),
+            Argument("y_scale", "f32", "[1]"),
+            *(Argument("y", "u8", "[m, n]", written=True), M, N, K),
+        ),
+        k_multiple=k_multiple,
+        check=_check,
+        outputs=_outputs,
+        reference=geglu,
+        budget=Budget(
+            0.0,
+            0.0,
+            (0.0, 0.0),
+            "gelu is within 1.8e-4 of its value, 1.2e-7 where that is smaller: a code is the "
+            "nearest of a number so near",
+        ),
+        sample=_sample,
+        rows_per_column=2,
     )
 
 
-_ROWS = tuple(op for kind in CODES for op in _on(kind))
-OPS = (*_ROWS, *(with_int4(op) for op in _ROWS if op.name == "geglu_int8"))
+OPS = products(_dense)

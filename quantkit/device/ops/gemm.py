@@ -8,7 +8,6 @@ from torch import Tensor
 from quantkit.device.ops.checks import IO_DTYPES, check_gemm, given, io_word, scale_words
 from quantkit.device.ops.op import Argument, Op, Operands, Options, Output, Problem, Variant
 from quantkit.device.ops.products import (
-    CODES,
     IO,
     SUMMED,
     TILE,
@@ -21,10 +20,9 @@ from quantkit.device.ops.products import (
     N,
     formats,
     named_weights,
+    products,
     sample_product,
     scales_and_bias,
-    with_int4,
-    with_sparse,
 )
 from quantkit.device.ops.residual import with_residual
 from quantkit.numerics.scales import decode
@@ -92,37 +90,28 @@ def _sample(
     return operands, (*kinds, IO_DTYPES[variant.word("QK_IO")])
 
 
-def _on(kind: str) -> tuple[Op, Op]:
-    return with_sparse(
-        Op(
-            name=f"gemm_{kind}",
-            family="gemm",
-            source="gemm.hip",
-            formula="y[i, j] = sum_k(x[i, k] * w[j, k]) * x_scale[i] * w_scale[j] + bias[j]",
-            schema=(
-                "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str x_format, "
-                "str w_format, ScalarType dtype) -> Tensor"
-            ),
-            axes=(formats("X", kind), formats("W", kind), X_SCALE_AXIS, W_SCALE_AXIS, IO, TILE),
-            args=(
-                *(X_CODES, X_SCALE, Argument("w", "u8", "[n, k]"), *scales_and_bias("n")),
-                *(Argument("y", "io", "[m, n]", written=True), M, N, K),
-            ),
-            k_multiple=16,
-            check=_check,
-            outputs=_outputs,
-            reference=gemm,
-            budget=SUMMED,
-            sample=_sample,
+def _dense(kind: str, k_multiple: int) -> Op:
+    return Op(
+        name=f"gemm_{kind}",
+        family="gemm",
+        source="gemm.hip",
+        formula="y[i, j] = sum_k(x[i, k] * w[j, k]) * x_scale[i] * w_scale[j] + bias[j]",
+        schema=(
+            "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str x_format, "
+            "str w_format, ScalarType dtype) -> Tensor"
         ),
-        formula=(
-            "y[i, j] = sum_k(x[i, k] * dense(w, w_meta)[j, k]) * x_scale[i] * w_scale[j] "
-            "+ bias[j]; nibble g of a row of w_meta holds the positions of w[j, 2g], "
-            "w[j, 2g + 1] in columns 4g to 4g + 3 (bits 1:0 and 3:2)"
+        axes=(formats("X", kind), formats("W", kind), X_SCALE_AXIS, W_SCALE_AXIS, IO, TILE),
+        args=(
+            *(X_CODES, X_SCALE, Argument("w", "u8", "[n, k]"), *scales_and_bias("n")),
+            *(Argument("y", "io", "[m, n]", written=True), M, N, K),
         ),
+        k_multiple=k_multiple,
+        check=_check,
+        outputs=_outputs,
+        reference=gemm,
+        budget=SUMMED,
+        sample=_sample,
     )
 
 
-_ROWS = tuple(op for kind in CODES for op in _on(kind))
-_PLAIN = (*_ROWS, *(with_int4(op) for op in _ROWS if op.name == "gemm_int8"))
-OPS = tuple(op for plain in _PLAIN for op in with_residual(plain, gates=True))
+OPS = tuple(op for plain in products(_dense) for op in with_residual(plain, gates=True))

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from quantkit.device.ops.checks import check_gemm, given
-from quantkit.device.ops.op import Argument, Op, Operands, Options, Output, Problem, Variant
+from quantkit.device.ops.op import (
+    Argument,
+    Op,
+    Operands,
+    Options,
+    Output,
+    Problem,
+    Variant,
+    WeightKind,
+)
 from quantkit.device.ops.products import (
     THREE,
     X_CODES,
@@ -20,8 +29,8 @@ from quantkit.device.ops.products import (
     N,
     formats,
     named_weights,
+    products,
     sample_product,
-    with_sparse,
 )
 from quantkit.device.ops.projections import (
     BUDGET,
@@ -121,20 +130,17 @@ def _sample(
     return operands, (m if m % 2 else m // 2, heads, *kinds)
 
 
-_FORMULA = (
-    "project_codes_{kind} of x, {q} and of x, {k}; project_values_{kind} of x, {v}; with rows 0, 1 "
-    "and 2 of w_scale and bias"
-)
-
-
-def _op(kind: str) -> Op:
+def _dense(kind: str, k_multiple: int) -> Op:
     by_token = f"[m // tokens * n // d, tokens, {WIDTH}]"
     by_column = f"[m // tokens * n // d, {WIDTH}, ceil_div(tokens, {RUN}) * {RUN}]"
     return Op(
         name=f"project_heads_{kind}",
         family="project_heads",
         source="project_heads.hip",
-        formula=_FORMULA.format(kind=kind, q="wq", k="wk", v="wv"),
+        formula=(
+            f"project_codes_{kind} of x, wq and of x, wk; project_values_{kind} of x, wv; with "
+            "rows 0, 1 and 2 of w_scale and bias"
+        ),
         schema=(
             "(Tensor x, Tensor x_scale, Tensor wq, Tensor wk, Tensor wv, Tensor w_scale, "
             "Tensor bias, int tokens, int heads, str x_format, str w_format) "
@@ -150,7 +156,7 @@ def _op(kind: str) -> Op:
             *(M, N, K),
             *(Argument(number, "i32") for number in ("tokens", "d", "per_token")),
         ),
-        k_multiple=16,
+        k_multiple=k_multiple,
         check=_check,
         outputs=_outputs,
         reference=project_heads,
@@ -161,13 +167,4 @@ def _op(kind: str) -> Op:
     )
 
 
-OPS = (
-    *with_sparse(
-        _op("fp8"),
-        formula=_FORMULA.format(
-            kind="fp8", q="dense(wq, wq_meta)", k="dense(wk, wk_meta)", v="dense(wv, wv_meta)"
-        ),
-        requires=REQUIRES,
-    ),
-    _op("int8"),
-)
+OPS = products(_dense, {"fp8": (WeightKind.DENSE, WeightKind.SPARSE), "int8": (WeightKind.DENSE,)})

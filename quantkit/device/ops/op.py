@@ -6,6 +6,7 @@ of each word is the value of the axis' macro (kernels/include/config.h holds the
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -24,6 +25,21 @@ Options = tuple[Any, ...]
 Output = tuple[tuple[int, ...], torch.dtype]
 #: m, n and k, or those that the operation has; of a convolution all that it is.
 Sizes = dict[str, int] | ConvShape
+
+
+class WeightKind(Enum):
+    """How the weights of a product lie in memory, in the order of the macro's values."""
+
+    DENSE = "dense"
+    #: two of four are stored, and their positions
+    SPARSE = "sparse"
+    #: codes of 4 bits, and factors of groups
+    INT4 = "int4"
+
+    @property
+    def define(self) -> str:
+        """The macro of the command line (kernels/include/weights_axis.h)."""
+        return f"-DQK_WEIGHTS={list(WeightKind).index(self)}"
 
 
 @dataclass(frozen=True)
@@ -128,8 +144,7 @@ class Op:
     budget: Budget
     #: operands and options of a variant, of given m, n and k, for tests of every kernel alike
     sample: Callable[["Variant", tuple[int, int, int], torch.Generator], tuple[Operands, Options]]
-    #: two of four weights are stored, and their positions
-    sparse: bool = False
+    weights: WeightKind = WeightKind.DENSE
     #: rows of w for each column of the result
     rows_per_column: int = 1
     #: integers among the arguments, from sizes; None: sizes are these integers
@@ -145,6 +160,11 @@ class Op:
     def inputs(self) -> int:
         """How many operands it reads."""
         return sum(a.is_pointer and not a.written for a in self.args)
+
+    @property
+    def sparse(self) -> bool:
+        """True where two of four weights are stored."""
+        return self.weights is WeightKind.SPARSE
 
     @property
     def tiled(self) -> bool:
@@ -195,12 +215,13 @@ class Variant:
         """The macros of the command line."""
         pairs = zip(self.op.axes, self.words, strict=True)
         values = (f"-D{axis.macro}={axis.value(word)}" for axis, word in pairs)
-        return (f"-DQK_SYMBOL={self.symbol}", *values, *macros(self.source, self.tile_word))
+        launch = macros(self.source, self.tile_word, self.op.weights.value)
+        return (f"-DQK_SYMBOL={self.symbol}", *values, self.op.weights.define, *launch)
 
     @property
     def geometry(self) -> Geometry:
         """How it is launched."""
-        return geometry_of(self.source, self.tile_word)
+        return geometry_of(self.source, self.tile_word, self.op.weights.value)
 
     @property
     def tile_word(self) -> str:

@@ -1,14 +1,14 @@
-"""What operations that multiply codes share: axes, arguments, their two kinds of weights."""
+"""What operations that multiply codes share: axes, arguments, and the axis of their weights."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.device.ops.checks import IO_DTYPES, Weights, given
-from quantkit.device.ops.op import Argument, Axis, Budget, Op, Variant
+from quantkit.device.ops.checks import IO_DTYPES, StoredWeights, given
+from quantkit.device.ops.op import Argument, Axis, Budget, Op, Variant, WeightKind
 from quantkit.numerics.formats import FORMATS, INT4, INT8, find_format
 from quantkit.numerics.nibbles import GROUP, MAX_FACTOR, integer_codes
 from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES, unpack_two_of_four
@@ -59,7 +59,7 @@ def scales_and_bias(rows: str) -> tuple[Argument, Argument]:
     return Argument("w_scale", "f32", f"[1] or [{rows}]"), bias
 
 
-def named_weights(op: Op, weights: Sequence[Tensor | None]) -> Weights:
+def named_weights(op: Op, weights: Sequence[Tensor | None]) -> StoredWeights:
     """Return the weights' operands as ``checks`` take them: codes, and what these need."""
     arguments = (a for a in op.args if a.name in _WEIGHTS)
     # [n, k / 8]: a byte for 8 values of a row.
@@ -69,71 +69,25 @@ def named_weights(op: Op, weights: Sequence[Tensor | None]) -> Weights:
     )
 
 
-def with_sparse(dense: Op, *, formula: str, requires: tuple[str, ...] = ()) -> tuple[Op, Op]:
-    """Return an operation and its twin on 2:4 weights: kept codes, and behind them positions.
-
-    Args:
-        dense: the operation.
-        formula: of the twin.
-        requires: of the twin.
-    """
-    sparse = replace(
-        _with_weights(dense, per_byte=2, behind="meta", values=8),
-        name=f"{dense.name}_sparse",
-        source=dense.source.replace(".hip", "_sparse.hip"),
-        formula=formula,
-        k_multiple=32,
-        reference=_on_kept(dense.reference, sum(a.name in _CODES for a in dense.args)),
-        sparse=True,
-        requires=requires,
-    )
-    return dense, sparse
+#: Codes and the operand behind them -> codes of dense weights.
+_Decode = Callable[[Tensor, Tensor], Tensor]
 
 
-def with_int4(dense: Op, requires: tuple[str, ...] = ()) -> Op:
-    """Return an int8 operation's twin on int4 weights: codes, and behind them scales of 32 each.
+@dataclass(frozen=True)
+class _Stored:
+    """Weights that are not dense codes: how they lie in memory, and the operand behind them."""
 
-    Args:
-        dense: the operation on int8, whose last axis is the tile.
-        requires: of the twin.
-    """
-    int4 = format_axis("W", (INT4.name,))
-    *axes, tile = (int4 if axis.macro == int4.macro else axis for axis in dense.axes)
-    return replace(
-        _with_weights(dense, per_byte=INT4.codes_per_byte, behind="group", values=GROUP),
-        name=f"{dense.family}_w4a8",
-        source=dense.source.replace(".hip", "_w4a8.hip"),
-        formula=f"{dense.name} of w[j, k] = (code[j, k] - 8) * w_group[j, k / {GROUP}]",
-        # Operands always go through LDS, and the fifth tile's do not.
-        axes=(*axes, replace(tile, words=tile.words[:4])),
-        k_multiple=GROUP,
-        reference=_on_decoded(dense.reference),
-        requires=requires,
-    )
-
-
-def _with_weights(dense: Op, *, per_byte: int, behind: str, values: int) -> Op:
-    """Return an operation whose weights are packed, with another operand behind each.
-
-    Args:
-        dense: the operation.
-        per_byte: weights of a row that a byte of ``w`` holds.
-        behind: how the other operand's name ends.
-        values: weights of a row that a byte of it is for.
-    """
-
-    def packed(w: Argument) -> tuple[Argument, ...]:
-        if w.name not in _CODES:
-            return (w,)
-        rows = w.shape.removeprefix("[").partition(",")[0]
-        other = Argument(f"{w.name}_{behind}", "u8", f"[{rows}, k / {values}]")
-        return replace(w, shape=f"[{rows}, k / {per_byte}]"), other
-
-    schema = dense.schema
-    for w in _CODES:
-        schema = schema.replace(f"Tensor {w},", f"Tensor {w}, Tensor {w}_{behind},")
-    args = tuple(part for argument in dense.args for part in packed(argument))
-    return replace(dense, schema=schema, args=args)
+    #: of the operation's name, over the dense one's and the family
+    name: str
+    #: how the name of the operand behind them ends
+    behind: str
+    #: weights of a row that a byte of it is for
+    values: int
+    #: what K is a multiple of
+    k_multiple: int
+    decode: _Decode
+    #: of the operation, over the dense one's
+    formula: str
 
 
 def decode_int4(w: Tensor, w_group: Tensor) -> Tensor:
@@ -146,23 +100,96 @@ def decode_int4(w: Tensor, w_group: Tensor) -> Tensor:
     return integer_codes(w, w_group.contiguous().view(torch.int8)).view(torch.uint8)
 
 
-def _on_decoded(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def decoded(
-        x: Tensor, x_scale: Tensor, w: Tensor, w_group: Tensor, *others: Any, **options: Any
-    ) -> Tensor:
-        as_int8 = (INT8.name if other == INT4.name else other for other in others)
-        return dense(x, x_scale, decode_int4(w, w_group), *as_int8, **options)
+_STORED = {
+    WeightKind.SPARSE: _Stored(
+        name="{dense}_sparse",
+        behind="meta",
+        values=8,
+        k_multiple=32,
+        decode=unpack_two_of_four,
+        formula=(
+            "{dense} of dense(w, w_meta); nibble g of a row of w_meta holds the positions of "
+            "w[j, 2g], w[j, 2g + 1] in columns 4g to 4g + 3 (bits 1:0 and 3:2)"
+        ),
+    ),
+    WeightKind.INT4: _Stored(
+        name="{family}_w4a8",
+        behind="group",
+        values=GROUP,
+        k_multiple=GROUP,
+        decode=decode_int4,
+        formula=f"{{dense}} of w[j, k] = (code[j, k] - 8) * w_group[j, k / {GROUP}]",
+    ),
+}
+#: Key of CODES -> how weights on which it multiplies may lie in memory.
+WEIGHTS = {
+    "fp8": (WeightKind.DENSE, WeightKind.SPARSE),
+    "int8": (WeightKind.DENSE, WeightKind.SPARSE, WeightKind.INT4),
+}
 
-    return decoded
+
+def products(
+    dense: Callable[[str, int], Op], weights: Mapping[str, Sequence[WeightKind]] = WEIGHTS
+) -> tuple[Op, ...]:
+    """Return the rows of a product, one for each kind of codes and of weights.
+
+    Args:
+        dense: makes the operation on dense weights from a key of CODES and what K is a multiple
+            of; its last axis is the tile.
+        weights: key of CODES -> how weights may lie in memory.
+    """
+    return tuple(_on(dense, codes, kind) for codes in weights for kind in weights[codes])
 
 
-def _on_kept(dense: Callable[..., Any], weights: int) -> Callable[..., Any]:
-    def sparse(x: Tensor, x_scale: Tensor, *others: Any, **options: Any) -> Any:
-        kept, behind = others[: 2 * weights], others[2 * weights :]
-        whole = map(unpack_two_of_four, kept[::2], kept[1::2])
-        return dense(x, x_scale, *whole, *behind, **options)
+def _on(dense: Callable[[str, int], Op], codes: str, kind: WeightKind) -> Op:
+    if kind is WeightKind.DENSE:
+        return dense(codes, 16)
+    stored = _STORED[kind]
+    op = dense(codes, stored.k_multiple)
+    return replace(
+        op,
+        name=stored.name.format(dense=op.name, family=op.family),
+        formula=stored.formula.format(dense=op.name),
+        schema=_schema_with(op.schema, stored),
+        axes=_int4_axes(op.axes) if kind is WeightKind.INT4 else op.axes,
+        args=tuple(part for argument in op.args for part in _arguments(argument, stored)),
+        reference=_on_dense(op.reference, stored.decode, sum(a.name in _CODES for a in op.args)),
+        weights=kind,
+    )
 
-    return sparse
+
+def _int4_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    int4 = format_axis("W", (INT4.name,))
+    *others, tile = (int4 if axis.macro == int4.macro else axis for axis in axes)
+    # Operands always go through LDS, and the fifth tile's do not.
+    return (*others, replace(tile, words=tile.words[:4]))
+
+
+def _schema_with(schema: str, stored: _Stored) -> str:
+    for w in _CODES:
+        schema = schema.replace(f"Tensor {w},", f"Tensor {w}, Tensor {w}_{stored.behind},")
+    return schema
+
+
+def _arguments(argument: Argument, stored: _Stored) -> tuple[Argument, ...]:
+    """Return an argument, of weights two to a byte with the operand behind them."""
+    if argument.name not in _CODES:
+        return (argument,)
+    rows = argument.shape.removeprefix("[").partition(",")[0]
+    behind = Argument(f"{argument.name}_{stored.behind}", "u8", f"[{rows}, k / {stored.values}]")
+    return replace(argument, shape=f"[{rows}, k / 2]"), behind
+
+
+def _on_dense(dense: Callable[..., Any], decode: _Decode, weights: int) -> Callable[..., Any]:
+    """Return the reference of an operation whose ``weights`` are decoded to dense ones."""
+
+    def reference(x: Tensor, x_scale: Tensor, *others: Any, **options: Any) -> Any:
+        packed, behind = others[: 2 * weights], others[2 * weights :]
+        whole = map(decode, packed[::2], packed[1::2])
+        decoded = (INT8.name if other == INT4.name else other for other in behind)
+        return dense(x, x_scale, *whole, *decoded, **options)
+
+    return reference
 
 
 def sample_codes(shape: tuple[int, ...], fmt: str, generator: torch.Generator) -> Tensor:

@@ -28,10 +28,9 @@ from quantkit.device.ops.products import (
     N,
     formats,
     named_weights,
+    products,
     sample_product,
     scales_and_bias,
-    with_int4,
-    with_sparse,
 )
 
 #: Few tokens are a product's and an activation's, and the tiles made for them not compiled.
@@ -135,8 +134,8 @@ _NEAR = Budget(
 _REQUIRES = (f"left % {ALIGNED} == 0", f"left * (n % {ALIGNED}) == 0")
 
 
-def _on(kind: str) -> tuple[Op, Op]:
-    dense = Op(
+def _dense(kind: str, k_multiple: int) -> Op:
+    return Op(
         name=f"project_gelu_{kind}",
         family="project_gelu",
         source="project_gelu.hip",
@@ -158,7 +157,7 @@ def _on(kind: str) -> tuple[Op, Op]:
             *(Argument("q", "u8", "[m, left + n]", written=True), M, N, K),
             *(Argument(number, "i32") for number in ("left", "act", "per_token", "per_channel")),
         ),
-        k_multiple=16,
+        k_multiple=k_multiple,
         check=_check,
         outputs=_outputs,
         reference=project_gelu,
@@ -166,10 +165,6 @@ def _on(kind: str) -> tuple[Op, Op]:
         sample=_sample,
         requires=_REQUIRES,
     )
-    return with_sparse(
-        dense, formula=f"project_gelu_{kind} of gemm_{kind}_sparse's y", requires=_REQUIRES
-    )
 
 
-_FP8, _INT8 = _on("fp8"), _on("int8")
-OPS = (*_FP8, *_INT8, with_int4(_INT8[0], _REQUIRES))
+OPS = products(_dense)

@@ -25,8 +25,10 @@ from quantkit.device.ops.op import (
     Output,
     Problem,
     Variant,
+    WeightKind,
 )
 from quantkit.device.ops.products import (
+    CODES,
     X_CODES,
     X_SCALE,
     K,
@@ -34,9 +36,8 @@ from quantkit.device.ops.products import (
     N,
     formats,
     named_weights,
+    products,
     sample_product,
-    with_int4,
-    with_sparse,
 )
 from quantkit.device.ops.streams import ALIGNED
 from quantkit.errors import ShapeError
@@ -207,13 +208,14 @@ BUDGET = Budget(
 WIDTH = f"ceil_div(d, {COLUMNS}) * {COLUMNS}"
 REQUIRES = (f"d % {ALIGNED} == 0", "n % d == 0", "m % tokens == 0")
 _FORMULA = (
-    "codes[b * heads + h, {place}] = e4m3fn(clamp(sum_k(x[i, k] * {w}[j, k]) * x_scale[i] * "
+    "codes[b * heads + h, {place}] = e4m3fn(clamp(sum_k(x[i, k] * w[j, k]) * x_scale[i] * "
     "w_scale[j] + bias[j], -max, max)), i = b * tokens + t, j = h * d + c"
 )
 
 
 def _op(
     kind: str,
+    k_multiple: int,
     family: str,
     *,
     place: str,
@@ -225,7 +227,7 @@ def _op(
         name=f"{family}_{kind}",
         family=family,
         source=f"{family}.hip",
-        formula=_FORMULA.format(place=place, w="w"),
+        formula=_FORMULA.format(place=place),
         schema=(
             "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, int tokens, "
             "int heads, str x_format, str w_format) -> Tensor"
@@ -238,7 +240,7 @@ def _op(
             *(M, N, K),
             *(Argument(number, "i32") for number in ("tokens", "d", "per_token")),
         ),
-        k_multiple=16,
+        k_multiple=k_multiple,
         check=_check,
         outputs=outputs,
         reference=reference,
@@ -248,24 +250,22 @@ def _op(
     )
 
 
-def _rows(kind: str) -> tuple[Op, Op]:
-    return with_sparse(
-        _op(
-            kind,
-            "project_codes",
-            place="t, c",
-            shape=f"[m // tokens * n // d, tokens, {WIDTH}]",
-            outputs=_by_token,
-            reference=project_codes,
-        ),
-        formula=_FORMULA.format(place="t, c", w="dense(w, w_meta)"),
-        requires=REQUIRES,
+def _rows(kind: str, k_multiple: int) -> Op:
+    return _op(
+        kind,
+        k_multiple,
+        "project_codes",
+        place="t, c",
+        shape=f"[m // tokens * n // d, tokens, {WIDTH}]",
+        outputs=_by_token,
+        reference=project_codes,
     )
 
 
-def _columns(kind: str) -> Op:
+def _columns(kind: str, k_multiple: int) -> Op:
     return _op(
         kind,
+        k_multiple,
         "project_values",
         place="c, t",
         shape=f"[m // tokens * n // d, {WIDTH}, ceil_div(tokens, {RUN}) * {RUN}]",
@@ -274,5 +274,4 @@ def _columns(kind: str) -> Op:
     )
 
 
-_FP8, _INT8 = _rows("fp8"), _rows("int8")
-OPS = (*_FP8, *_INT8, with_int4(_INT8[0], REQUIRES), _columns("fp8"), _columns("int8"))
+OPS = (*products(_rows), *products(_columns, dict.fromkeys(CODES, (WeightKind.DENSE,))))
