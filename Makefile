@@ -34,7 +34,7 @@ test: $(INSTALLED) ## all tests but exhaustive ones
 test-all: $(INSTALLED) ## all tests
 	$(PYTEST) tests
 
-fast: $(INSTALLED) ## tests of the numbers, files and rules: under two minutes
+fast: $(INSTALLED) ## tests of the numbers, files and rules: 90 seconds
 	$(PYTEST) -m "not slow and not gpu" $(FAST:%=tests/%)
 
 nightly: $(INSTALLED) ## property tests on values drawn anew; make prints the seed

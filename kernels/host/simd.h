@@ -3,117 +3,99 @@
 // fp8) are exact in f32.
 #pragma once
 
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
-#  include <immintrin.h>
-#elif defined(__ARM_NEON) && defined(__aarch64__)
+#if defined(__ARM_NEON) && defined(__aarch64__)
 #  include <arm_neon.h>
 #endif
 
 namespace qk {
 namespace host {
 
+// The compilers' own vectors: <immintrin.h> takes longer to read than a kernel takes to compile.
+struct Vector {
 #if defined(__AVX512F__)
-
-struct Vector {
   static constexpr int kLanes = 16, kColumns = 4;  // 4 tokens x kColumns vectors stay in registers
-  __m512 v;
-};
-inline Vector load_vector(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline void store_vector(float* p, Vector a) { _mm512_storeu_ps(p, a.v); }
-inline Vector multiply_add(float x, Vector w, Vector sum) {
-  return {_mm512_fmadd_ps(_mm512_set1_ps(x), w.v, sum.v)};
-}
-/// From and to runs of eight floats; `runs(i)` is the address of run i.
-template <class Runs>
-inline Vector load_runs(const Runs& runs, int first) {
-  const __m512 low = _mm512_castps256_ps512(_mm256_loadu_ps(runs(first)));
-  return {_mm512_castpd_ps(_mm512_insertf64x4(
-      _mm512_castps_pd(low), _mm256_castps_pd(_mm256_loadu_ps(runs(first + 1))), 1))};
-}
-template <class Runs>
-inline void store_runs(const Runs& runs, int first, Vector a) {
-  _mm256_storeu_ps(runs(first), _mm512_castps512_ps256(a.v));
-  _mm256_storeu_ps(runs(first + 1),
-                   _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1)));
-}
-
-#else
-
-#  if defined(__AVX2__) && defined(__FMA__)
-struct Vector {
+#elif defined(__AVX2__) && defined(__FMA__)
   static constexpr int kLanes = 8, kColumns = 2;
-  __m256 v;
-};
-inline Vector load_vector(const float* p) { return {_mm256_loadu_ps(p)}; }
-inline void store_vector(float* p, Vector a) { _mm256_storeu_ps(p, a.v); }
-inline Vector multiply_add(float x, Vector w, Vector sum) {
-  return {_mm256_fmadd_ps(_mm256_set1_ps(x), w.v, sum.v)};
-}
-#  elif defined(__ARM_NEON) && defined(__aarch64__)
-struct Vector {
+#elif defined(__ARM_NEON) && defined(__aarch64__)
   static constexpr int kLanes = 4, kColumns = 4;
-  float32x4_t v;
-};
-inline Vector load_vector(const float* p) { return {vld1q_f32(p)}; }
-inline void store_vector(float* p, Vector a) { vst1q_f32(p, a.v); }
-inline Vector multiply_add(float x, Vector w, Vector sum) { return {vfmaq_n_f32(sum.v, w.v, x)}; }
-#  else
-struct Vector {
+#else
   static constexpr int kLanes = 4, kColumns = 2;
-  float v __attribute__((vector_size(16)));
+#endif
+  float v __attribute__((vector_size(4 * kLanes)));
 };
+typedef float Half __attribute__((vector_size(32)));
 inline Vector load_vector(const float* p) {
   Vector a;
   __builtin_memcpy(&a.v, p, sizeof a.v);
   return a;
 }
 inline void store_vector(float* p, Vector a) { __builtin_memcpy(p, &a.v, sizeof a.v); }
-inline Vector multiply_add(float x, Vector w, Vector sum) { return {x * w.v + sum.v}; }
-#  endif
+inline Vector multiply_add(float x, Vector w, Vector sum) {
+#if defined(__ARM_NEON) && defined(__aarch64__)
+  return {vfmaq_n_f32(sum.v, w.v, x)};
+#elif defined(__clang__) && __has_builtin(__builtin_elementwise_fma)
+  return {__builtin_elementwise_fma(x - Vector{}.v, w.v, sum.v)};
+#elif defined(__AVX512F__) && !defined(__clang__)
+  return {__builtin_ia32_vfmaddps512_mask(x - Vector{}.v, w.v, sum.v, -1, 4)};
+#elif defined(__FMA__) && defined(__AVX2__) && !defined(__clang__)
+  return {__builtin_ia32_vfmaddps256(x - Vector{}.v, w.v, sum.v)};
+#else
+  return {x * w.v + sum.v};
+#endif
+}
 
+/// From and to runs of eight floats; `runs(i)` is the address of run i.
 template <class Runs>
 inline Vector load_runs(const Runs& runs, int first) {
-  return load_vector(runs(first));
+#if defined(__AVX512F__) && __has_builtin(__builtin_shufflevector)
+  Half low, high;  // in registers: a whole load waits for two stores of halves
+  __builtin_memcpy(&low, runs(first), sizeof low);
+  __builtin_memcpy(&high, runs(first + 1), sizeof high);
+  return {__builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
+#else
+  Vector a;
+  constexpr int kRun = Vector::kLanes < 8 ? Vector::kLanes : 8;
+  for (int lane = 0; lane < Vector::kLanes; lane += kRun)
+    __builtin_memcpy(reinterpret_cast<char*>(&a) + 4 * lane, runs(first + lane / kRun), 4 * kRun);
+  return a;
+#endif
 }
 template <class Runs>
 inline void store_runs(const Runs& runs, int first, Vector a) {
-  store_vector(runs(first), a);
-}
-
+#if defined(__AVX512F__) && __has_builtin(__builtin_shufflevector)
+  const Half low = __builtin_shufflevector(a.v, a.v, 0, 1, 2, 3, 4, 5, 6, 7);
+  const Half high = __builtin_shufflevector(a.v, a.v, 8, 9, 10, 11, 12, 13, 14, 15);
+  __builtin_memcpy(runs(first), &low, sizeof low);
+  __builtin_memcpy(runs(first + 1), &high, sizeof high);
+#else
+  constexpr int kRun = Vector::kLanes < 8 ? Vector::kLanes : 8;
+  for (int lane = 0; lane < Vector::kLanes; lane += kRun)
+    __builtin_memcpy(runs(first + lane / kRun), reinterpret_cast<char*>(&a) + 4 * lane, 4 * kRun);
 #endif
+}
 
 /// Transposes 16 rows of kRun elements: out[e * pitch] gets element e of every row, side by side.
 template <int kBytes, int kRun>
 inline void transpose_rows(const unsigned char* const (&rows)[16], unsigned char* out, int pitch) {
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512VBMI__) && __has_builtin(__builtin_shufflevector)
   if constexpr (kBytes == 1 && kRun == 8) {
-    const auto run = [&rows](int row) {
-      long long bytes;
-      __builtin_memcpy(&bytes, rows[row], sizeof bytes);
-      return bytes;
-    };
-    const __m512i low =
-        _mm512_set_epi64(run(7), run(6), run(5), run(4), run(3), run(2), run(1), run(0));
-    const __m512i high =
-        _mm512_set_epi64(run(15), run(14), run(13), run(12), run(11), run(10), run(9), run(8));
-    // Byte r of the index: element 0 of row r; rows 8..15 come from the second source, 64 bytes on.
-    const __m128i first =
-        _mm_set_epi8(120, 112, 104, 96, 88, 80, 72, 64, 56, 48, 40, 32, 24, 16, 8, 0);
-    const __m512i step =
-        _mm512_set_epi64(0x0303030303030303, 0x0303030303030303, 0x0202020202020202,
-                         0x0202020202020202, 0x0101010101010101, 0x0101010101010101, 0, 0);
-    const __m512i index = _mm512_add_epi8(_mm512_maskz_broadcast_i32x4(0xffff, first), step);
-    for (int half = 0; half < 2; ++half) {
-      const __m512i picked = _mm512_permutex2var_epi8(
-          low, _mm512_add_epi8(index, _mm512_set1_epi8(static_cast<char>(4 * half))), high);
-      unsigned char* const target = out + 4 * half * pitch;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm512_extracti32x4_epi32(picked, 0));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(target + pitch),
-                       _mm512_extracti32x4_epi32(picked, 1));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(target + 2 * pitch),
-                       _mm512_extracti32x4_epi32(picked, 2));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(target + 3 * pitch),
-                       _mm512_extracti32x4_epi32(picked, 3));
+    typedef unsigned char Bytes __attribute__((vector_size(64)));
+    Bytes low, high;
+    for (int row = 0; row < 8; ++row) {
+      __builtin_memcpy(reinterpret_cast<char*>(&low) + 8 * row, rows[row], 8);
+      __builtin_memcpy(reinterpret_cast<char*>(&high) + 8 * row, rows[row + 8], 8);
+    }
+#  define QK_ROWS(e)                                                                          \
+    e, e + 8, e + 16, e + 24, e + 32, e + 40, e + 48, e + 56, e + 64, e + 72, e + 80, e + 88, \
+        e + 96, e + 104, e + 112, e + 120
+    const Bytes first =
+        __builtin_shufflevector(low, high, QK_ROWS(0), QK_ROWS(1), QK_ROWS(2), QK_ROWS(3));
+    const Bytes last =
+        __builtin_shufflevector(low, high, QK_ROWS(4), QK_ROWS(5), QK_ROWS(6), QK_ROWS(7));
+#  undef QK_ROWS
+    for (int e = 0; e < 4; ++e) {
+      __builtin_memcpy(out + e * pitch, reinterpret_cast<const char*>(&first) + 16 * e, 16);
+      __builtin_memcpy(out + (e + 4) * pitch, reinterpret_cast<const char*>(&last) + 16 * e, 16);
     }
     return;
   }

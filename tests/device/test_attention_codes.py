@@ -20,6 +20,7 @@ from quantkit.resources import kernel_sources
 from tests.support.attention_cases import SIZES, Heads
 from tests.support.hopper_cases import compile_kernel, symbol
 from tests.support.kernel_cases import DTYPES, launch, need, same_codes
+from tests.support.sampling import one_of_each
 
 FORMATS = ("e4m3fn", "int8")
 #: Scales: of an ordinary result, of one that saturates, and two that division needs care with.
@@ -148,9 +149,10 @@ def test_what_attention_refuses_is_refused():
 # --------------------------------------------------------------------------------- machine code
 
 
-def test_gfx12_code_does_not_spill_for_it(tmp_path):
+@pytest.mark.parametrize("heads", one_of_each(("d160", "d16 d64 d80 d128"), type))
+def test_gfx12_code_does_not_spill_for_it(heads, tmp_path):
     need(compilers.clang)
-    words = {"d16", "d64", "d80", "d128", "d160"}
+    words = heads.split()
     variants = [
         v for op in CODED for v in all_variants(op) if v.words[0] == "f16" and v.words[2] in words
     ]
@@ -167,14 +169,15 @@ def hopper_kernel(head, fmt="e4m3fn", *, io="f16", maps=False):
     return HopperAttention(op, io, fmt, head, maps, "e4m3fn")
 
 
+COMPILED = (
+    *(hopper_kernel(d) for d in (112, 96, 80, 48, 16)),
+    *(hopper_kernel(d, maps=True) for d in (128, 64)),
+    *(hopper_kernel(d, "int8", io="bf16") for d in (128, 64)),
+)
+
+
 @pytest.mark.parametrize(
-    "kernel",
-    [
-        *(hopper_kernel(d) for d in (16, 48, 80, 96, 112)),
-        *(hopper_kernel(d, maps=True) for d in (64, 128)),
-        *(hopper_kernel(d, "int8", io="bf16") for d in (64, 128)),
-    ],
-    ids=symbol,
+    "kernel", one_of_each(COMPILED, lambda k: (k.qk_format, k.maps)), ids=symbol
 )
 def test_hoppers_code_does_not_spill_for_it(kernel):
     need(nvrtc.load_nvrtc)
@@ -183,7 +186,7 @@ def test_hoppers_code_does_not_spill_for_it(kernel):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("head", ["d48", "d64", "d128"])
+@pytest.mark.parametrize("head", one_of_each(("d128", "d64", "d48"), type))
 def test_adas_code_does_not_spill_for_it(head, fmt):
     need(nvrtc.load_nvrtc)
     variant = Variant(OPS[name_for("attention_codes", fmt)], ("f16", fmt, head, "", "e4m3fn"))

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quantkit.device import compilers, log
-from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.conv import integers, why_not
@@ -16,14 +15,15 @@ from quantkit.numerics.conv_windows import ConvShape, Windows
 from tests.support.conv_cases import SAME, UNEVEN, conv_case, conv_shapes
 from tests.support.kernel_cases import (
     DTYPES,
-    covering_variants,
     deviation,
     formats_of,
     launch,
     need,
     of_family,
     operate,
+    variants_of,
 )
+from tests.support.sampling import one_of_each
 
 CONVS = of_family("conv")
 
@@ -38,18 +38,11 @@ def generator():
     return torch.Generator().manual_seed(22)
 
 
-def variants():
-    for op in CONVS:
-        for layout in HOST_LAYOUTS:
-            for variant in covering_variants(op, pairs=False, layout=layout):
-                yield pytest.param(variant, layout, id=f"{variant.symbol}-{layout}")
-
-
 def telling(op=CONVS[0], tile="t1", io="f16"):
     return Variant(op, (*formats_of(op), "tensor", "channel", io, tile))
 
 
-@pytest.mark.parametrize(("variant", "layout"), variants())
+@pytest.mark.parametrize(("variant", "layout"), variants_of(CONVS))
 def test_convolutions_are_exact_up_to_one_rounding_at_every_tail(variant, layout, generator):
     for index, shape in enumerate(conv_shapes(variant)):
         case = conv_case(variant, shape, generator, bias=index % 2 == 0)
@@ -57,7 +50,7 @@ def test_convolutions_are_exact_up_to_one_rounding_at_every_tail(variant, layout
         assert found.within(variant.op.budget), f"{shape}: {found}"
 
 
-@pytest.mark.parametrize("tile", ["t0", "t1", "t2", "t3"])
+@pytest.mark.parametrize("tile", one_of_each(("t1", "t0", "t2", "t3"), type))
 @pytest.mark.parametrize("op", CONVS, ids=lambda op: op.name)
 def test_sums_are_those_of_the_unfolded_windows_bit_for_bit(op, tile, generator):
     variant = telling(op, tile, "f32")

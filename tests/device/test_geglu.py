@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from quantkit.device import compilers, log
-from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.backends import Backend
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.products import FP8
@@ -15,13 +14,13 @@ from quantkit.numerics.scales import decode
 from tests.support.gated_cases import GatedCase, check_nearest, gate, gated_case
 from tests.support.kernel_cases import (
     DTYPES,
-    covering_variants,
     every_value,
     formats_of,
     need,
     of_family,
     operate,
     shapes_of,
+    variants_of,
 )
 
 GEGLU = of_family("geglu")
@@ -37,19 +36,12 @@ def generator():
     return torch.Generator().manual_seed(21)
 
 
-def variants():
-    for op in GEGLU:
-        for layout in HOST_LAYOUTS:
-            for variant in covering_variants(op, pairs=False, layout=layout):
-                yield pytest.param(variant, layout, id=f"{variant.symbol}-{layout}")
-
-
 def telling(op=GEGLU[0], tile="t1", io="f16", y_format=None):
     formats = formats_of(op)
     return Variant(op, (*formats, "token", "channel", io, y_format or formats[0], tile))
 
 
-@pytest.mark.parametrize(("variant", "layout"), variants())
+@pytest.mark.parametrize(("variant", "layout"), variants_of(GEGLU))
 def test_codes_are_the_nearest_at_every_tail(variant, layout, generator):
     for index, (m, n, k) in enumerate(shapes_of(variant)):
         case = gated_case(variant, m, n, k, generator, bias=index % 2 == 0)

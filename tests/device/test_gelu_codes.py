@@ -12,11 +12,11 @@ from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.formats import FORMATS
 from tests.support.kernel_cases import (
     DTYPES,
-    covering_variants,
     every_value,
     launch,
     need,
     operate,
+    paired_variants,
 )
 
 OPERATIONS = [op for op in OPS.values() if op.family == "gelu_codes"]
@@ -30,9 +30,7 @@ def _host_compiler():
 
 
 def variants():
-    for op in OPERATIONS:
-        for variant in covering_variants(op, pairs=True):
-            yield pytest.param(variant, id=variant.symbol)
+    return [param for op in OPERATIONS for param in paired_variants(op)]
 
 
 def activated(x, word):

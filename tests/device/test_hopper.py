@@ -28,6 +28,7 @@ from tests.support.hopper_cases import (
     check_machine_code,
     codes,
     compile_kernel,
+    compiled,
     dense_weights,
     kernel_of,
     mode_of,
@@ -63,7 +64,7 @@ def test_a_block_fits_a_multiprocessor(kernel, io):
     assert kernel.tile.threads <= 512
 
 
-@pytest.mark.parametrize("kernel", COMPILED, ids=symbol)
+@pytest.mark.parametrize("kernel", compiled(COMPILED), ids=symbol)
 def test_kernels_compile_without_spills_to_matrix_instructions(kernel):
     check_machine_code(kernel)
 

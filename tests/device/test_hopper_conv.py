@@ -40,6 +40,7 @@ from tests.support.hopper_cases import (
     UNITS,
     check_machine_code,
     codes,
+    compiled,
     dense_weights,
     kernel_of,
     symbol,
@@ -94,7 +95,7 @@ DENSE_SHAPES = {
 # ------------------------------------------------------------------------------------ the launch
 
 
-@pytest.mark.parametrize("kernel", KERNELS[::3] + VARIED, ids=symbol)
+@pytest.mark.parametrize("kernel", compiled(KERNELS[::3] + VARIED), ids=symbol)
 def test_kernels_compile_without_spills_to_matrix_instructions(kernel):
     check_machine_code(kernel)
 

@@ -19,7 +19,14 @@ from quantkit.numerics.formats import FORMATS
 from quantkit.resources import kernel_sources
 from tests.device.test_hopper import exact, gemm_tensors
 from tests.support.gated_cases import check_nearest, gate
-from tests.support.hopper_cases import UNITS, check_machine_code, kernel_of, mode_of, symbol
+from tests.support.hopper_cases import (
+    UNITS,
+    check_machine_code,
+    compiled,
+    kernel_of,
+    mode_of,
+    symbol,
+)
 from tests.support.kernel_cases import operate
 
 #: Every kernel that a shape may take.
@@ -43,7 +50,7 @@ TIMES = json.loads((GOLDEN / "hopper_gated_times.json").read_text())["times"]
 # ---------------------------------------------------------------------- the launch and the choice
 
 
-@pytest.mark.parametrize("kernel", KERNELS + VARIED, ids=symbol)
+@pytest.mark.parametrize("kernel", compiled(KERNELS + VARIED), ids=symbol)
 def test_kernels_compile_without_spills_to_matrix_instructions(kernel):
     assert kernel.shared_bytes <= SHARED_LIMIT
     assert kernel.stages >= 2

@@ -18,7 +18,7 @@ from quantkit.device.hopper.projections import (
 from quantkit.errors import KernelError
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES, unpack_two_of_four
-from tests.support.hopper_cases import check_machine_code, kernel_of, mode_of, symbol
+from tests.support.hopper_cases import check_machine_code, compiled, kernel_of, mode_of, symbol
 from tests.support.kernel_cases import operate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -67,7 +67,7 @@ SIZES = (
 # ---------------------------------------------------------------------- the launch and the choice
 
 
-@pytest.mark.parametrize("kernel", KERNELS + VARIED, ids=symbol)
+@pytest.mark.parametrize("kernel", compiled(KERNELS + VARIED), ids=symbol)
 def test_kernels_compile_without_spills_to_matrix_instructions(kernel):
     assert kernel.shared_bytes <= SHARED_LIMIT
     assert kernel.stages >= 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantkit.device import choosing, compilers, log
-from quantkit.device.archs import ARCHS, HOST_LAYOUTS
+from quantkit.device.archs import ARCHS
 from quantkit.device.backends import Backend, fast_sums
 from quantkit.device.gpu.calls import Call
 from quantkit.device.hopper.choice import COSTS
@@ -26,14 +26,14 @@ from quantkit.device.ops.activations import ACTIVATIONS
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
-from tests.support.hopper_cases import check_machine_code, kernel_of, symbol
+from tests.support.hopper_cases import check_machine_code, compiled, kernel_of, symbol
 from tests.support.kernel_cases import (
     DTYPES,
-    covering_variants,
     launch,
     need,
     operate,
     shapes_of,
+    variants_of,
 )
 
 OPERATIONS = [op for op in OPS.values() if op.family == "project_gelu"]
@@ -120,15 +120,8 @@ def host():
     need(compilers.host_compiler)
 
 
-def variants():
-    for op in OPERATIONS:
-        for layout in HOST_LAYOUTS:
-            for variant in covering_variants(op, pairs=False, layout=layout):
-                yield pytest.param(variant, layout, id=f"{variant.symbol}-{layout}")
-
-
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize(("variant", "layout"), variants())
+@pytest.mark.parametrize(("variant", "layout"), variants_of(OPERATIONS))
 def test_codes_are_those_of_two_kernels_at_every_tail(variant, layout):
     for sizes in shapes_of(variant):
         found, wanted = on_host(drawn(variant, sizes), variant, layout)
@@ -232,7 +225,7 @@ VARIED = [
 ]
 
 
-@pytest.mark.parametrize("kernel", KERNELS + VARIED, ids=symbol)
+@pytest.mark.parametrize("kernel", compiled(KERNELS + VARIED), ids=symbol)
 def test_kernels_compile_without_spills_to_matrix_instructions(kernel):
     assert kernel.shared_bytes <= SHARED_LIMIT
     assert kernel.stages >= 2

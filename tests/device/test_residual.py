@@ -19,7 +19,14 @@ from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.conv_windows import ConvShape, Windows
 from tests.support.conv_cases import SAME, STRIDED
-from tests.support.hopper_cases import check_machine_code, codes, kernel_of, symbol, weights
+from tests.support.hopper_cases import (
+    check_machine_code,
+    codes,
+    compiled,
+    kernel_of,
+    symbol,
+    weights,
+)
 from tests.support.kernel_cases import DTYPES, launch, need, operate
 from tests.support.residual_cases import alone, gate_for, named, product_of, same_bits, summed
 
@@ -170,7 +177,7 @@ VARIED = [
 WHOLE = [kernel for kernel in (*KERNELS[1::9], *CONVS[::11]) if not kernel.tile.ping_pong]
 
 
-@pytest.mark.parametrize("kernel", WHOLE, ids=symbol)
+@pytest.mark.parametrize("kernel", compiled(WHOLE), ids=symbol)
 def test_hoppers_kernels_compile_without_spills(kernel):
     need(nvrtc.load_nvrtc)
     check_machine_code(kernel)

@@ -4,14 +4,19 @@ import pytest
 import torch
 
 from quantkit.device import compilers
-from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.products import decode_int4
 from quantkit.device.ops.table import OPS
 from tests.support.conv_cases import conv_case, conv_shapes
 from tests.support.gated_cases import gated_case
 from tests.support.int4_cases import decoded_by_numpy, int4_weights, twin_of, with_int4
-from tests.support.kernel_cases import covering_variants, gemm_case, launch, need, shapes_of
+from tests.support.kernel_cases import (
+    gemm_case,
+    launch,
+    need,
+    shapes_of,
+    variants_of,
+)
 from tests.support.projection_cases import projection_case
 
 #: Products that end in an activation's codes are held to plain ones by tests of their own.
@@ -26,13 +31,6 @@ def _host_compiler():
 @pytest.fixture
 def generator():
     return torch.Generator().manual_seed(24)
-
-
-def variants():
-    for op in W4A8:
-        for layout in HOST_LAYOUTS:
-            for variant in covering_variants(op, pairs=False, layout=layout):
-                yield pytest.param(variant, layout, id=f"{variant.symbol}-{layout}")
 
 
 def cases_of(variant, generator):
@@ -51,7 +49,7 @@ def cases_of(variant, generator):
             yield gated_case(twin, m, n, k, generator, bias=index % 2 == 0)
 
 
-@pytest.mark.parametrize(("variant", "layout"), variants())
+@pytest.mark.parametrize(("variant", "layout"), variants_of(W4A8))
 def test_int4_weights_give_what_their_int8_twins_give(variant, layout, generator):
     for case in cases_of(variant, generator):
         twin, int4 = with_int4(variant, case, generator)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from quantkit.numerics.nibbles import integer_codes
 from quantkit.numerics.scales import cast
 from quantkit.numerics.scheme import Activation, Scheme
 from tests.support.packed import packed_module
+from tests.support.sampling import one_of_each, paired
 
 ROOT = Path(__file__).parents[2]
 TOKEN, STATIC, NONE = Activation.TOKEN, Activation.STATIC, Activation.NONE
@@ -65,11 +67,6 @@ CONVS = {
 
 @pytest.fixture(params=SCHEMES.values(), ids=list(SCHEMES))
 def scheme(request):
-    return request.param
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request):
     return request.param
 
 
@@ -122,8 +119,13 @@ def assert_near(y, wanted, dtype, rounded_twice=False):
     assert bool(((y.double() - wanted).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("shape", [(48,), (5, 48), (2, 3, 48), (1, 2, 1, 48)], ids=str)
-def test_linear_is_what_its_scheme_says(scheme, dtype, shape):
+SHAPES = [(48,), (5, 48), (2, 3, 48), (1, 2, 1, 48)]
+
+
+@pytest.mark.parametrize("case", paired(product(SCHEMES, DTYPES, SHAPES)))
+def test_linear_is_what_its_scheme_says(case):
+    name, dtype, shape = case
+    scheme = SCHEMES[name]
     torch.manual_seed(0)
     layer = packed_module(
         nn.Linear(64 if scheme.sparsity or scheme.weight in (INT4, Q4_0, Q8_0) else 48, 24), scheme
@@ -250,10 +252,16 @@ def test_codes_and_scales_survive_every_cast(name, change):
         assert same_bytes(after[part], tensor)
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(32, 8), lambda: nn.Conv2d(32, 8, 3, 2, 1)])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_layers_compile_without_a_graph_break(scheme, make, dynamic):
-    layer = packed_module(make(), scheme)
+WAYS = [("linear", False), ("conv", True), ("linear", True), ("conv", False)]
+#: Every scheme in every way, whether shapes are dynamic: each begins with another.
+COMPILED = [(s, *WAYS[(i + turn) % 4]) for i, s in enumerate(SCHEMES) for turn in range(4)]
+
+
+@pytest.mark.parametrize("case", one_of_each(COMPILED, lambda case: case[0]), ids=str)
+def test_layers_compile_without_a_graph_break(case):
+    name, kind, dynamic = case
+    dense = nn.Linear(32, 8) if kind == "linear" else nn.Conv2d(32, 8, 3, 2, 1)
+    layer = packed_module(dense, SCHEMES[name])
     x = torch.randn(2, 32, 8, 32)
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)

@@ -30,6 +30,7 @@ from quantkit.storage.system import open_to_read
 from quantkit.storage.tensorfile import read_header
 from tests.support.kernel_cases import need
 from tests.support.packing import finish
+from tests.support.sampling import paired
 
 HALVES = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
 #: Linear and Conv2d; rows that are no multiple of a vector's block, and shorter than one.
@@ -121,10 +122,9 @@ def numbers(shape, dtype):
     return weight.to(dtype)
 
 
-@pytest.mark.parametrize("chunk", [1, 1 << 20], ids=["row", "whole"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, filter(None, case))))
-def test_bytes_are_those_of_torch(tmp_path, monkeypatch, case, chunk):
-    fmt, granularity, method, shape = case
+@pytest.mark.parametrize("case", paired((*c, size) for c in CASES for size in (1, 1 << 20)))
+def test_bytes_are_those_of_torch(tmp_path, monkeypatch, case):
+    fmt, granularity, method, shape, chunk = case
     monkeypatch.setattr(native, "CHUNK_BYTES", chunk)
     moment = torch.rand(prod(shape[1:]), generator=torch.Generator().manual_seed(2))
     plan = plan_of(fmt, granularity, method, moment)
@@ -143,16 +143,15 @@ def smoothing(shape):
 
 #: The rules that try several scales, or powers of two, which int4 has none of.
 SEARCHED = [
-    (case, rule)
-    for case, rule in product(CASES, WEIGHT_SCALES)
+    (*case, rule, smooth)
+    for case, rule, smooth in product(CASES, WEIGHT_SCALES, (False, True))
     if rule == "mse" or (rule != "amax" and case[0] != "int4" and case[3] in SHAPES[1:6:2])
 ]
 
 
-@pytest.mark.parametrize("smooth", [False, True], ids=["plain", "smooth"])
-@pytest.mark.parametrize(("case", "rule"), SEARCHED)
-def test_searched_and_smoothed_bytes_are_those_of_torch(tmp_path, monkeypatch, case, rule, smooth):
-    fmt, granularity, method, shape = case
+@pytest.mark.parametrize("case", paired(SEARCHED))
+def test_searched_and_smoothed_bytes_are_those_of_torch(tmp_path, monkeypatch, case):
+    fmt, granularity, method, shape, rule, smooth = case
     monkeypatch.setattr(native, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(weight_reader, "BLOCK_ELEMENTS", 500)
     moment = torch.rand(prod(shape[1:]), generator=torch.Generator().manual_seed(2))

@@ -14,6 +14,7 @@ from quantkit.numerics.nibbles import GROUP, MAX_FACTOR
 from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES, unpack_two_of_four
 from quantkit.resources import kernel_sources
 from tests.support.kernel_cases import need
+from tests.support.sampling import one_of_each
 
 #: Low bits of the matrix instruction, dense and sparse alike; agreed with nvdisasm of CUDA 13:
 #: QGMMA, and IGMMA with weights in shared memory and in registers.
@@ -69,6 +70,13 @@ def compile_kernel(kernel):
     options = [*nvrtc.nvrtc_options(ARCHITECTURE), f"-I{sources / 'include'}", *kernel.defines]
     text = (sources / kernel.source).read_text(encoding="utf-8")
     return nvrtc.load_nvrtc().compile(text, kernel.source, options)[0]
+
+
+def compiled(kernels):
+    """Return kernels as parameters: of each mode the largest tile, which has the least registers
+    left; the rest is exhaustive."""
+    largest = sorted(kernels, key=lambda kernel: -kernel.tile.m * kernel.tile.n)
+    return one_of_each(largest, lambda kernel: (kernel.family, kernel.sums, kernel.sparse))
 
 
 def check_machine_code(kernel):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.device.archs import ARCHS
+from quantkit.device.archs import ARCHS, HOST_LAYOUTS
 from quantkit.device.geometry import tiles
 from quantkit.device.host import library as host
 from quantkit.device.ops import call as execute
@@ -21,6 +21,7 @@ from quantkit.errors import CompilerMissingError
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES
 from quantkit.numerics.scales import decode
+from tests.support.sampling import cover
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 SENTINEL = 0xA5
@@ -265,19 +266,32 @@ TARGET_OF = {"gfx12": "gfx1201", "gfx11": "gfx1100", "sm89": "sm_89"}
 
 def covering_variants(op, *, pairs, layout="gfx12"):
     """Return few variants in which every word of every axis stands; with ``pairs``, every pair."""
-    every = variants_for(ARCHS[TARGET_OF[layout]], list(all_variants(op)))
-    left = {goal for variant in every for goal in _goals(variant, pairs)}
-    chosen = []
-    while left:
-        best = max(every, key=lambda v: len(left & _goals(v, pairs)))
-        left -= _goals(best, pairs)
-        chosen.append(best)
-    return chosen
+
+    def goals(variant):
+        places = enumerate(variant.words)
+        return set(combinations(places, 2) if pairs else places)
+
+    return cover(variants_for(ARCHS[TARGET_OF[layout]], list(all_variants(op))), goals)
 
 
-def _goals(variant, pairs):
-    places = enumerate(variant.words)
-    return set(combinations(places, 2)) if pairs else set(places)
+def variants_of(ops):
+    """Yield variants and layouts as parameters: every word of every axis of gfx12's layout, and
+    one variant of each other, whose further ones are exhaustive."""
+    for op in ops:
+        for layout in HOST_LAYOUTS:
+            for index, variant in enumerate(covering_variants(op, pairs=False, layout=layout)):
+                marks = pytest.mark.exhaustive if index and layout != HOST_LAYOUTS[0] else ()
+                name = f"{variant.symbol}-{layout}"
+                yield pytest.param(variant, layout, marks=marks, id=name)
+
+
+def paired_variants(op):
+    """Yield variants as parameters: every word stands in one, every pair in the exhaustive ones."""
+    few = covering_variants(op, pairs=False)
+    more = [v for v in covering_variants(op, pairs=True) if v not in few]
+    for variant in (*few, *more):
+        marks = pytest.mark.exhaustive if variant in more else ()
+        yield pytest.param(variant, marks=marks, id=variant.symbol)
 
 
 def shapes_of(variant):
