@@ -35,14 +35,22 @@ def section(name: str, command: click.Command) -> str:
     context = click.Context(
         command, info_name=name, max_content_width=100, help_option_names=["-h", "--help"]
     )
-    return f"## {name}\n\n```text\n{command.get_help(context)}\n```\n"
+    text, _, _ = command.get_help(context).partition("\n\nCommon options:")
+    return f"## {name}\n\n```text\n{text}\n```\n"
+
+
+def common() -> str:
+    """Return the options that commands share, once."""
+    context = click.Context(quantkit.commands["pack"], help_option_names=["-h", "--help"])
+    _, _, options = context.get_help().partition("\n\nCommon options:\n")
+    return f"Commands that print a result share these:\n\n```text\n{options}\n```\n"
 
 
 def page() -> str:
     """Return the whole page."""
     head = "# Commands\n\nMade by `python docs/make_commands.py`; a test holds it to the code.\n"
     return "\n".join(
-        [head + COMPLETION, *(section(*found) for found in walk(quantkit, "quantkit"))]
+        [head + COMPLETION, common(), *(section(*found) for found in walk(quantkit, "quantkit"))]
     )
 
 

@@ -60,8 +60,11 @@ def clip_score(clip: ClipBackbone, pictures: np.ndarray, prompts: list[str]) -> 
 def give_static_scales(pipe: DiffusionPipeline, prompts: Path, folder: Path) -> None:
     """Calibrate, and give all attention of the denoiser its scales."""
     calibration = folder / "calibration.safetensors"
-    sampling = quantkit.Sampling(count=SEEN, steps=20, guidance=4.0, seed=OTHER_SEED)
-    quantkit.calibrate(ASSETS / "pipeline", output=calibration, prompts=prompts, sampling=sampling)
+    run = {"calibration.steps": 20, "calibration.guidance": 4.0, "calibration.seed": OTHER_SEED}
+    recipe = quantkit.load_recipe("fp8", run)
+    quantkit.calibrate(
+        ASSETS / "pipeline", recipe=recipe, output=calibration, prompts=prompts, count=SEEN
+    )
     found = load_calibration(calibration).attention["unet"]
     scales = {name: static_scales(seen, MARGIN) for name, seen in found.items()}
     head_scales.install(pipe.unet, {n: HeadShape(s.heads, s.head_size) for n, s in scales.items()})

@@ -28,6 +28,7 @@ from quantkit.models.source import open_model
 from quantkit.numerics.attention_formats import ATTENTION_FORMATS
 from quantkit.packing.attention_plan import plan_attention
 from quantkit.recipe.attention_recipe import STRATEGIES, AttentionRecipe
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.schema import Recipe
 
 #: of ``adaptive``, besides its own
@@ -74,12 +75,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     count = int(sys.argv[2]) if len(sys.argv) > 2 else PROMPTS
     prompts = (ASSETS / "prompts.txt").read_text(encoding="utf-8").split("\n")
-    adaptive = Recipe(name="adaptive", attention=sections()["adaptive"])
-    sampling = quantkit.Sampling(count=SEEN, steps=20, guidance=4.0, seed=OTHER_SEED)
-    found = quantkit.calibrate(
-        ASSETS / "pipeline", recipe=adaptive, prompts=prompts, sampling=sampling
-    )
-    assert found is not None
+    run = CalibrationRecipe(steps=20, guidance=4.0, seed=OTHER_SEED)
+    adaptive = Recipe(name="adaptive", attention=sections()["adaptive"], calibration=run)
+    found = quantkit.calibrate(ASSETS / "pipeline", recipe=adaptive, prompts=prompts, count=SEEN)
     seen = dict(found.calibration.attention["unet"])
     print_errors(seen)
     pipe = DiffusionPipeline.from_pretrained(ASSETS / "pipeline", torch_dtype=torch.float32)

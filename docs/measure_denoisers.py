@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from quantkit.workflow.pack import plan_pack
+from quantkit.workflow.pack import pack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.headers import golden_keys, write_component
@@ -42,7 +42,7 @@ def main() -> None:
         with TemporaryDirectory() as folder:
             path = write_component(Path(folder) / "model", keys["class_name"], keys["tensors"])
             found: list[Any] = [
-                plan_pack(path, output=Path(folder) / "out", recipe=fmt) for fmt in FORMATS
+                pack(path, output=Path(folder) / "out", recipe=fmt, dry_run=True) for fmt in FORMATS
             ]
         plans = [getattr(plan, "summary", plan) for plan in found]
         after = " | ".join(f"{plan.bytes_after / 1e9:.2f}" for plan in plans)

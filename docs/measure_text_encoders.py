@@ -16,7 +16,8 @@ import diffusers
 import torch
 import transformers
 
-from quantkit.workflow.pack import plan_pack
+from quantkit.recipe.load import load_recipe
+from quantkit.workflow.pack import pack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.headers import write_header, write_pipeline
@@ -108,12 +109,8 @@ def main() -> None:
             path = write(Path(folder) / "model", name)
             click.echo(f"\n{name}")
             for denoiser, encoders in TREATMENTS:
-                found: Any = plan_pack(
-                    path,
-                    output=Path(folder) / "out",
-                    recipe=denoiser,
-                    text_encoders=encoders,
-                )
+                recipe = load_recipe(denoiser, {"text_encoders": encoders})
+                found: Any = pack(path, output=Path(folder) / "out", recipe=recipe, dry_run=True)
                 summary = getattr(found, "summary", found)
                 parts = [
                     f"{c.name} {c.bytes_before / 1e9:.2f} -> {c.bytes_after / 1e9:.2f}"

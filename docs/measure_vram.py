@@ -57,8 +57,9 @@ def make(folder: Path) -> None:
 def pack(source: Path, folder: Path, transformer: str, encoders: str) -> Path:
     """Pack without calibration: memory does not depend on the values."""
     weight: Any = {"format": transformer}
-    recipe = Recipe(name="vram", weight=weight, kept=weight, data_free=True)
-    quantkit.pack(source, output=folder, recipe=recipe, text_encoders=encoders, force=True)
+    chosen: Any = {"weight": weight, "kept": weight, "text_encoders": encoders}
+    recipe = Recipe.model_validate({"name": "vram", "data_free": True, **chosen})
+    quantkit.pack(source, output=folder, recipe=recipe, force=True)
     return folder
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from quantkit.models.source import open_model as open_model
     from quantkit.pipelines.replay import replay as replay
     from quantkit.recipe.load import load_recipe as load_recipe
-    from quantkit.workflow.arguments import Sampling as Sampling
     from quantkit.workflow.calibrate import calibrate as calibrate
     from quantkit.workflow.calibrate import merge_calibrations as merge_calibrations
     from quantkit.workflow.evaluate import EvaluationSettings as EvaluationSettings
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from quantkit.workflow.export import export as export
     from quantkit.workflow.hessians import calibrate_hessians as calibrate_hessians
     from quantkit.workflow.inspect import inspect as inspect
-    from quantkit.workflow.optimize import Budget as Budget
-    from quantkit.workflow.optimize import Pictures as Pictures
     from quantkit.workflow.optimize import optimize as optimize
     from quantkit.workflow.pack import pack as pack
     from quantkit.workflow.recover import recover as recover
@@ -40,11 +37,8 @@ if TYPE_CHECKING:
 
 #: Every name of the API, and the module that it is imported from when it is first asked for.
 _HOMES = {
-    "Budget": "workflow.optimize",
     "EvaluationSettings": "workflow.evaluate",
     "Limits": "workflow.evaluate",
-    "Pictures": "workflow.optimize",
-    "Sampling": "workflow.arguments",
     "SingleFile": "models.source",
     "Training": "workflow.recovery_settings",
     "attention": "inference.attention.coded_attention",
@@ -71,11 +65,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "Budget",
     "EvaluationSettings",
     "Limits",
-    "Pictures",
-    "Sampling",
     "SingleFile",
     "Training",
     "__version__",

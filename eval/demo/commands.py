@@ -8,41 +8,18 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit import resources
-
 #: What several commands share; {model} and {out} are the bundled pipeline and the demo's folder.
 _SHARED = {
     # The recipe that packs most layers, and so observes them for all rows.
     "calibrated": "int4",
-    "sampling": "--prompts {out}/captions.txt --guidance 4 --count {count} --steps {steps} "
-    "--batch {batch} --device {device}",
+    "sampling": "--prompts {out}/captions.txt --count {count} --device {device} "
+    "--set calibration.guidance=4 --set calibration.steps={steps} --set calibration.batch={batch}",
+    # Self-attention of the bundled pipeline has 256, 64 and 16 keys, text has 32.
+    "attention": "--set attention.min_keys=64 --set attention.qk",
     "moments": "--hessians {out}/hessians --device {device}",
-    "training": "--prompts {out}/captions.txt --guidance 4 --minutes 1.8333 --rate 6e-4 "
-    "--device {device}",
+    "training": "--prompts {out}/captions.txt --set calibration.guidance=4 --minutes 1.8333 "
+    "--rate 6e-4 --device {device}",
 }
-
-
-@dataclass(frozen=True)
-class DemoRecipe:
-    """A bundled recipe and attention on codes, written where the commands read it."""
-
-    name: str
-    bundled: str
-    #: of queries and keys
-    qk: str
-
-    @property
-    def text(self) -> str:
-        """YAML. Self-attention of the bundled pipeline has 256, 64 and 16 keys, text has 32."""
-        path = resources.recipes() / f"{self.bundled}.yaml"
-        _, _, settings = path.read_text(encoding="utf-8").partition("\n")
-        return f"name: {self.name}\n{settings}attention:\n  qk: {self.qk}\n  min_keys: 64\n"
-
-
-RECIPES = (
-    DemoRecipe("fp8-attention", "fp8-static", "e4m3fn"),
-    DemoRecipe("int8-attention", "int8-token", "int8"),
-)
 
 
 @dataclass(frozen=True)
@@ -107,7 +84,7 @@ _STATIC_ATTENTION = DemoRow(
     "fp8-static",
     """
     calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
-    pack {model} -r {out}/fp8-attention.yaml -c {out}/calibration -o {out}/fp8-static
+    pack {model} -r fp8-static {attention}=e4m3fn -c {out}/calibration -o {out}/fp8-static
     """,
     "FP8 alone should hold its gates: please report this.",
 )
@@ -134,7 +111,7 @@ _INT8_ATTENTION = DemoRow(
     "int8",
     """
     calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
-    pack {model} -r {out}/int8-attention.yaml -c {out}/calibration -o {out}/int8
+    pack {model} -r int8-token {attention}=int8 -c {out}/calibration -o {out}/int8
     """,
     "INT8 should hold its gates: please report this.",
 )
@@ -152,7 +129,7 @@ _WANDA = DemoRow(
     "wanda-fp8",
     """
     calibrate hessian {model} -r {calibrated} {sampling} -o {out}/hessians
-    sparsify {model} -r fp8-sparse --method wanda {moments} -o {out}/wanda.masks
+    sparsify {model} -r fp8-sparse --set sparsity.method=wanda {moments} -o {out}/wanda.masks
     pack {model} -r fp8-sparse --masks {out}/wanda.masks -o {out}/wanda-fp8
     """,
     _ONE_SHOT,
@@ -222,7 +199,8 @@ FULL = DemoPlan(
             "4:2 by magnitude, and FP8",
             "magnitude-fp8",
             """
-            sparsify {model} -r fp8-sparse --method magnitude {moments} -o {out}/magnitude.masks
+            sparsify {model} -r fp8-sparse --set sparsity.method=magnitude {moments} \
+-o {out}/magnitude.masks
             pack {model} -r fp8-sparse --masks {out}/magnitude.masks -o {out}/magnitude-fp8
             """,
             _ONE_SHOT,
@@ -242,7 +220,7 @@ FULL = DemoPlan(
             "4:2 by magnitude, distilled, 16 bit",
             "distilled",
             """
-            sparsify {model} -r fp8-sparse --method magnitude -o {out}/one-shot.masks
+            sparsify {model} -r fp8-sparse --set sparsity.method=magnitude -o {out}/one-shot.masks
             recover {model} -r fp8-sparse --masks {out}/one-shot.masks {training} \
 -o {out}/distilled
             """,
@@ -259,7 +237,7 @@ FULL = DemoPlan(
             "4:2 by magnitude, distilled as packed, and FP8",
             "trained-fp8",
             """
-            sparsify {model} -r fp8-sparse --method magnitude -o {out}/one-shot.masks
+            sparsify {model} -r fp8-sparse --set sparsity.method=magnitude -o {out}/one-shot.masks
             recover {model} -r fp8-sparse --masks {out}/one-shot.masks --quantize {training} \
 -o {out}/trained
             pack {out}/trained -r fp8-sparse --masks {out}/trained.masks.safetensors \

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from quantkit.eval.demo.commands import RECIPES, DemoPlan, DemoRow
+from quantkit.eval.demo.commands import DemoPlan, DemoRow
 from quantkit.eval.judging.evaluation import (
     Baseline,
     evaluate,
@@ -195,8 +195,6 @@ def _make(context: DemoContext, plan: DemoPlan, pipeline: Path) -> dict[str, flo
     """Run every command of the plan once; return the local errors by command."""
     scenes = draw_scenes(plan.captions, torch.Generator().manual_seed(CAPTION_SEED))
     (context.output / "captions.txt").write_text("\n".join(captions(scenes)), encoding="utf-8")
-    for recipe in RECIPES:
-        (context.output / f"{recipe.name}.yaml").write_text(recipe.text, encoding="utf-8")
     errors: dict[str, float] = {}
     for command in dict.fromkeys(c for row in plan.rows for c in _commands(context, plan, row)):
         arguments = shlex.split(command)

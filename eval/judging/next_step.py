@@ -149,12 +149,13 @@ def _told(packed: Treated, chosen: Assignment, now: Mapping[str, str], curve: _C
 def _command(packed: Treated, chosen: Assignment, now: Mapping[str, str]) -> str:
     """Return what writes the recipe: the smallest that has the chosen error."""
     names = dict.fromkeys((*now.values(), *ALTERNATIVES))
-    goal = [word for name in names if name != SIXTEEN_BIT.name for word in ("--treatments", name)]
+    treatments = ",".join(name for name in names if name != SIXTEEN_BIT.name)
     # Rounded up, so that what was chosen is within it.
     error = f"{chosen.error * (1.0 + 1e-4):.5g}"
     name = packed.sensitivity.recipe.name
     recipe = name if name in recipe_names() else "RECIPE.yaml"
-    start = ("quantkit", "calibrate", "optimize", packed.path, "-r", recipe, "--error", error)
+    goal = ("--set", f"budget.error={error}", "--set", f"budget.treatments=[{treatments}]")
+    start = ("quantkit", "calibrate", "optimize", packed.path, "-r", recipe)
     return shlex.join((*start, *goal, "-o", "better.yaml"))
 
 

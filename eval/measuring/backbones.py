@@ -176,8 +176,8 @@ def load_clip(text: str, *, device: torch.device) -> ClipBackbone:
     except (*DAMAGE, OSError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"{text:.200}: no CLIP model could be loaded ({short(error)}); "
-            "give a directory of one, or leave clip out",
-            fields=("clip", "without"),
+            "give a directory of one, or none to leave CLIP out",
+            fields=("clip",),
         ) from error
     model = model.to(device).eval().requires_grad_(requires_grad=False)
     return ClipBackbone(_clip_name(text), model, processor, device)
@@ -198,8 +198,8 @@ def _fetch_imagenet() -> Any:
     except (URLError, OSError, RuntimeError) as error:
         raise ModelError(
             f"LPIPS: torchvision's ImageNet AlexNet is not in the cache and cannot be downloaded "
-            f"({short(error)}); give its file, or leave lpips out",
-            fields=("lpips_weights", "without"),
+            f"({short(error)}); give its file, or none to leave LPIPS out",
+            fields=("lpips_weights",),
         ) from error
 
 

@@ -22,7 +22,7 @@ from quantkit.eval.pages.tiles import Tile
 
 from quantkit._version import __version__
 from quantkit.recovery.distill.distillation import Look
-from quantkit.recovery.distill.early_stopping import TrainingProgress
+from quantkit.recovery.distill.training_progress import TrainingProgress
 from quantkit.storage.files import rewritten_file
 
 #: Pictures up to which a page has them large: these are some 20 MB.

@@ -97,7 +97,8 @@ def options_of(error: QuantkitError) -> str:
                 told = "/".join((parameter.opts[-1], *parameter.secondary_opts))
                 known[parameter.name] = told
                 known[parameter.opts[-1].strip("-").replace("-", "_")] = told
-    named = [known[name] for name in error.fields if name in known]
+    keys = {name: f"--set {name}=..." for name in error.fields if "." in name}
+    named = [(known | keys)[name] for name in error.fields if name in known or name in keys]
     return f" ({', '.join(named)})" if named else ""
 
 

@@ -7,11 +7,16 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.bench_tables import print_comparison, print_result
+from quantkit.cli.command import Command
 from quantkit.cli.console import print_json, progress_bar
 from quantkit.storage.limits import MAX_COUNT
 
 
-@click.command("bench")
+@click.command(
+    "bench",
+    cls=Command,
+    example="quantkit kernels bench --op gemm_fp8 --shapes sdxl --against torch",
+)
 @click.option(
     "--op", "ops", multiple=True, metavar="OP", help="Only this operation; may be repeated."
 )

@@ -7,17 +7,21 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.bench_tables import print_model_result
+from quantkit.cli.command import Group
 from quantkit.cli.console import print_json, progress_bar
 from quantkit.cli.estimate_tables import print_estimate
 from quantkit.storage.limits import MAX_COUNT, MAX_SIDE
 
 
-@click.group("bench")
+@click.group("bench", cls=Group)
 def bench() -> None:
     """Measure whole models; for single kernels see 'quantkit kernels bench'."""
 
 
-@bench.command("model")
+@bench.command(
+    "model",
+    example="quantkit bench model --contenders f16-compiled --contenders fp8-static-replayed",
+)
 @click.option(
     "--config",
     default="sdxl",

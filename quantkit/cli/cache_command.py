@@ -3,10 +3,11 @@
 import click
 
 from quantkit.cli import options
+from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_table
 
 
-@click.command()
+@click.command(cls=Command, example="quantkit cache --limit 20")
 @click.option(
     "--delete",
     "names",

@@ -1,100 +1,54 @@
 """``quantkit calibrate``: run a pipeline on prompts and store what its layers read, and merge."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import options
+from quantkit.cli.command import Group
 from quantkit.cli.console import echo, print_json, print_table, progress_bar, say
 
 if TYPE_CHECKING:
     from quantkit.workflow.calibrate import Calibrated, CalibrationPlan
 
 
-@click.group()
+@click.group(cls=Group)
 def calibrate() -> None:
     """Take the statistics that static scales, smoothing and Wanda masks are chosen from."""
 
 
-@calibrate.command("model")
+@calibrate.command(
+    "model",
+    example="quantkit calibrate model sdxl -r int8 --prompts captions.txt -o sdxl.calibration",
+)
 @options.model
 @options.recipe
 @options.output
 @options.prompts
-@click.option(
-    "--count",
-    type=options.COUNT,
-    help="Use the first so many prompts; default: all of --prompts, or the recipe's number.",
-)
-@click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
-@click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=options.SEED, help="Seed of the first prompt's noise.")
-@click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
+@options.count
 @click.option("--resume", is_flag=True, help="Continue a run that was killed.")
 @options.device
 @options.force
 @options.dry_run
 @options.quiet
 @options.as_json
-def model_command(
-    model: str,
-    recipe: str,
-    output: Path,
-    prompts: Path | None,
-    count: int | None,
-    steps: int | None,
-    guidance: float | None,
-    seed: int | None,
-    batch: int | None,
-    resume: bool,
-    device: str,
-    force: bool,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+def model_command(quiet: bool, as_json: bool, **given: Any) -> None:
     """Run MODEL, a pipeline, on prompts and store statistics of its layers' inputs.
 
     They are kept per layer and timestep bucket: amax, a histogram, a sample of rows, and per
     channel amax, mean and mean square. Scales and masks are chosen from them later, without running
     the model again. Started by torchrun or accelerate, all processes share the prompts.
     """
-    from quantkit.workflow.arguments import Sampling
-    from quantkit.workflow.calibrate import calibrate, plan_calibration
+    from quantkit.workflow.calibrate import calibrate
 
-    sampling = Sampling(count, steps, guidance, seed, batch)
-    if dry_run:
-        plan = plan_calibration(
-            model,
-            recipe=recipe,
-            output=output,
-            prompts=prompts,
-            sampling=sampling,
-            device=device,
-            force=force,
-        )
-        if plan is not None:
-            _print(plan, plan, f"{model}: would observe", as_json=as_json)
-        return
     with progress_bar(quiet=quiet) as progress:
-        found = calibrate(
-            model,
-            recipe=recipe,
-            output=output,
-            prompts=prompts,
-            sampling=sampling,
-            resume=resume,
-            device=device,
-            force=force,
-            progress=progress,
-            tell=say,
-        )
+        found = calibrate(**given, progress=progress, tell=say)
     if found is not None:
-        _print(found, found.plan, str(output), as_json=as_json)
+        _print(found, as_json=as_json)
 
 
-@calibrate.command("merge")
+@calibrate.command("merge", example="quantkit calibrate merge first second -o sdxl.calibration")
 @click.argument("calibrations", nargs=-1, required=True, type=options.PATH)
 @options.output
 @options.force
@@ -108,22 +62,24 @@ def merge_command(calibrations: tuple[Path, ...], output: Path, force: bool, as_
     from quantkit.workflow.calibrate import merge_calibrations
 
     merged = merge_calibrations(calibrations, output=output, force=force)
-    _print(merged, merged.plan, str(output), as_json=as_json)
+    _print(merged, as_json=as_json)
 
 
-def _print(
-    found: "Calibrated | CalibrationPlan", plan: "CalibrationPlan", title: str, *, as_json: bool
-) -> None:
+def _print(found: "Calibrated | CalibrationPlan", *, as_json: bool) -> None:
     from quantkit.workflow.calibrate import Calibrated
 
     if as_json:
         print_json(found.to_json())
         return
+    plan = found.plan if isinstance(found, Calibrated) else found
     rows = [
         (name, len(layers), plan.prompts, plan.steps, plan.buckets)
         for name, layers in plan.layers.items()
     ]
     print_table("Observed", ("component", "layers", "prompts", "steps", "buckets"), rows)
-    if isinstance(found, Calibrated) and found.unseen_told:
+    if not isinstance(found, Calibrated):
+        echo("nothing written")
+        return
+    if found.unseen_told:
         echo(found.unseen_told)
-    echo(title)
+    echo(found.output)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import evaluation_options, options
+from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_verdict, progress_bar
 from quantkit.cli.report_tables import print_methods, shown
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from quantkit.workflow.demo import Demo
 
 
-@click.command()
+@click.command(cls=Command, example="quantkit demo -o demo-output")
 @click.option(
     "-o",
     "--output",

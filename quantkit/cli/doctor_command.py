@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.cli import options
+from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from quantkit.inference.layers.layer_choices import LayerChoice
 
 
-@click.command()
+@click.command(cls=Command, example="quantkit doctor sdxl-int8")
 @click.argument("packed", required=False, type=options.PATH, callback=options.directory)
 @options.device
 @click.option("--strict", is_flag=True, help="End with 1 unless a GPU runs quantkit's kernels.")

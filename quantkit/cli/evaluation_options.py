@@ -1,6 +1,8 @@
 """Options of the commands that run pipelines and measure: eval report, eval compare, run, demo."""
 
+import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -8,7 +10,7 @@ import click
 from quantkit.cli import options
 
 if TYPE_CHECKING:
-    from quantkit.workflow.evaluate import Limits
+    from quantkit.workflow.evaluate import EvaluationSettings, Limits
 
 Command = Callable[..., Any]
 
@@ -17,19 +19,13 @@ lpips_weights = click.option(
     type=options.PATH,
     metavar="FILE|DIR",
     help="torchvision's AlexNet weights, or a folder with a feature network like the demo's; "
-    "default: torchvision's cache, or a download.",
+    "default: torchvision's cache, or a download. none leaves LPIPS and its gate out.",
 )
 clip = click.option(
     "--clip",
     metavar="DIR|HUB-ID",
-    help="The model of the CLIP score; default: openai/clip-vit-base-patch32.",
-)
-without = click.option(
-    "--without",
-    type=click.Choice(["lpips", "clip"]),
-    multiple=True,
-    help="Leave a metric out, for example if its network is not available; its gate is then not "
-    "judged.",
+    help="The model of the CLIP score; default: openai/clip-vit-base-patch32. none leaves the "
+    "score and its gates out.",
 )
 noise_floor = click.option(
     "--noise-floor/--no-noise-floor",
@@ -40,6 +36,8 @@ noise_floor = click.option(
 )
 pictures = click.option(
     "--pictures",
+    "beside",
+    callback=lambda _, __, value: value == "beside",
     type=click.Choice(["inside", "beside"]),
     default="inside",
     show_default=True,
@@ -48,6 +46,7 @@ pictures = click.option(
 )
 judge = click.option(
     "--judge",
+    "judges",
     metavar="NAME[=SOURCE]",
     multiple=True,
     help="Ask another judge: dists, clip-iqa, pickscore, fid, kid; repeatable. SOURCE is a folder "
@@ -75,34 +74,45 @@ seed = click.option(
 batch = click.option(
     "--batch", type=options.COUNT, default=4, show_default=True, help="Prompts at a time."
 )
-gate_ssim = click.option(
-    "--gate-ssim",
-    type=options.NUMBER,
-    default=0.95,
-    show_default=True,
-    help="The mean must be above.",
-)
-gate_lpips = click.option(
-    "--gate-lpips",
-    type=options.NUMBER,
-    default=0.1,
-    show_default=True,
-    help="The mean must be below.",
-)
-gate_clip = click.option(
-    "--gate-clip",
-    type=options.NUMBER,
-    help="CLIP score loss in % must be below; default: 1 for quantized weights, 2 for 4:2, 3 for "
-    "both.",
-)
-gate_broken = click.option(
-    "--gate-broken",
-    type=options.NUMBER,
-    default=0.0,
-    show_default=True,
-    help="So many of the pictures may be broken (%).",
-)
+#: Metrics that a gate may be on.
+_GATES = ("ssim", "lpips", "clip", "broken")
 
+
+def _parse_gates(
+    context: click.Context, parameter: click.Parameter, value: tuple[str, ...]
+) -> dict[str, float]:
+    found = {}
+    for text in value:
+        name, _, told = text.partition("=")
+        try:
+            limit = float(told)
+        except ValueError:
+            limit = math.nan
+        if name not in _GATES or not math.isfinite(limit):
+            raise click.BadParameter(
+                f"{text!r:.80}: expected {', '.join(_GATES)} with =LIMIT, as ssim=0.9.",
+                context,
+                parameter,
+            )
+        found[name] = limit
+    return found
+
+
+def _gates(text: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--gate",
+        "gates",
+        multiple=True,
+        callback=_parse_gates,
+        metavar="NAME=LIMIT",
+        help=f"{text} ssim (the mean is above), lpips (below), clip (loss of the score in %, "
+        "below) and broken (% of the pictures, at most); repeatable.",
+    )
+
+
+gates = _gates("A limit other than the usual: 0.95, 0.1, 1 (of 4:2 2, of both 3) and 0. Names are")
+#: Of pictures of unknown origin, which have no usual limits.
+asked_gates = _gates("Fail unless the limit is kept. Names are")
 calibration = click.option(
     "-c",
     "--calibration",
@@ -129,31 +139,36 @@ preview = click.option(
 )
 
 _SAMPLING = (
-    options.prompts, count, steps, guidance, seed, batch, lpips_weights, clip, without, noise_floor,
-    judge,
+    options.prompts, count, steps, guidance, seed, batch, lpips_weights, clip, noise_floor, judge,
+    pictures,
 )  # fmt: skip
-_GATES = (gate_ssim, gate_lpips, gate_clip, gate_broken)
 
 
 def sampling(command: Command) -> Command:
-    """Add what decides which pictures are made, and with what they are measured."""
-    return _add(_SAMPLING, command)
-
-
-def gates(command: Command) -> Command:
-    """Add the gates' limits; ``pop_limits`` reads them."""
-    return _add(_GATES, command)
-
-
-def pop_limits(given: dict[str, Any]) -> "Limits":
-    """Take the gates' limits out of a command's options."""
-    from quantkit.workflow.evaluate import Limits
-
-    limits = {name: given.pop(f"gate_{name}") for name in ("ssim", "lpips", "clip", "broken")}
-    return Limits(**{name: limit for name, limit in limits.items() if limit is not None})
-
-
-def _add(chosen: tuple[Callable[[Command], Command], ...], command: Command) -> Command:
-    for option in reversed(chosen):
+    """Add what decides which pictures are made, what measures them, and where pages show them."""
+    for option in reversed(_SAMPLING):
         command = option(command)
     return command
+
+
+def take_settings(given: dict[str, Any]) -> "EvaluationSettings":
+    """Take what ``sampling`` added out of a command's options."""
+    from quantkit.workflow.evaluate import EvaluationSettings
+
+    take_networks(given)
+    names = {field.name for field in fields(EvaluationSettings)} & given.keys()
+    return EvaluationSettings(**{name: given.pop(name) for name in names})
+
+
+def take_networks(given: dict[str, Any]) -> None:
+    """Say ``none`` of a network as the metric that is left out, as jobs take it."""
+    left_out = {"lpips": "lpips_weights", "clip": "clip"}
+    given["without"] = tuple(n for n, option in left_out.items() if str(given[option]) == "none")
+    given |= {left_out[name]: None for name in given["without"]}
+
+
+def take_limits(given: dict[str, Any]) -> "Limits":
+    """Take the gates' limits out of a command's options; others are the usual."""
+    from quantkit.workflow.evaluate import Limits
+
+    return Limits(**given.pop("gates"))

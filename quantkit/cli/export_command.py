@@ -1,18 +1,20 @@
 """``quantkit export``: write a model for other programs."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import options
+from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from quantkit.workflow.export import Export
 
 
-@click.command()
+@click.command(
+    cls=Command, example="quantkit export sdxl-int8 --to comfyui-int8 -o sdxl-int8.safetensors"
+)
 @options.model
 @click.option(
     "--to",
@@ -22,11 +24,8 @@ if TYPE_CHECKING:
     "gguf:Q4_0.",
 )
 @options.output
-@click.option(
-    "-r",
-    "--recipe",
-    metavar="NAME|FILE",
-    help="What a 16-bit MODEL is quantized by; default: comfyui, comfyui-int8, or fp8.",
+@options.recipe_option(
+    None, "What a 16-bit MODEL is quantized by; default: comfyui, comfyui-int8, or fp8."
 )
 @options.calibration
 @options.hessians
@@ -45,20 +44,7 @@ if TYPE_CHECKING:
 @options.dry_run
 @options.quiet
 @options.as_json
-def export(
-    model: str,
-    to: str,
-    output: Path,
-    recipe: str | None,
-    calibration: Path | None,
-    hessians: Path | None,
-    requantize: bool,
-    convolutions: bool,
-    force: bool,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+def export(quiet: bool, as_json: bool, **given: Any) -> None:
     """Export MODEL as a file or a directory that other programs read.
 
     MODEL is a 16-bit model as everywhere, which is quantized on the way, or a packed directory,
@@ -77,23 +63,12 @@ def export(
     from quantkit.workflow.export import export
 
     with progress_bar(quiet=quiet) as progress:
-        result = export(
-            model,
-            to=to,
-            output=output,
-            recipe=recipe,
-            calibration=calibration,
-            hessians=hessians,
-            requantize=requantize,
-            convolutions=convolutions,
-            force=force,
-            dry_run=dry_run,
-            progress=progress,
-        )
+        result = export(**given, progress=progress)
+    written = not given["dry_run"]
     if as_json:
-        print_json({"written": not dry_run, **result.to_json()})
+        print_json({"written": written, **result.to_json()})
     else:
-        _print(result, "nothing written" if dry_run else f"written to {output}")
+        _print(result, f"written to {given['output']}" if written else "nothing written")
 
 
 def _print(result: "Export", where: str) -> None:

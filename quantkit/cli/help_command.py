@@ -2,10 +2,11 @@
 
 import click
 
+from quantkit.cli.command import Command
 from quantkit.cli.console import echo
 
 
-@click.command("help")
+@click.command("help", cls=Command, example="quantkit help eval report")
 @click.argument("names", metavar="[COMMAND]...", nargs=-1)
 @click.pass_context
 def help_command(context: click.Context, names: tuple[str, ...]) -> None:

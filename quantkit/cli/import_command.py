@@ -1,18 +1,19 @@
 """``quantkit import``: a single file as a diffusers directory."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from quantkit.cli import options
+from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, progress_bar
 
-if TYPE_CHECKING:
-    from quantkit.interchange.checkpoint_parts import Encoders
 
-
-@click.command("import")
+@click.command(
+    "import",
+    cls=Command,
+    example="quantkit import fine-tune.safetensors --config sdxl -o fine-tune",
+)
 @click.argument("file", metavar="FILE", type=options.PATH)
 @click.option(
     "--config",
@@ -33,16 +34,7 @@ if TYPE_CHECKING:
 @options.dry_run
 @options.quiet
 @options.as_json
-def import_(
-    file: Path,
-    config: Path,
-    encoders: "Encoders",
-    output: Path,
-    force: bool,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+def import_(quiet: bool, as_json: bool, **given: Any) -> None:
     """Write FILE, .safetensors or .gguf, as a 16-bit diffusers directory.
 
     FILE has the layout of Stable Diffusion 1.x, 2.x, XL, 3, 3.5 or FLUX.1 files, or diffusers'
@@ -54,18 +46,11 @@ def import_(
     from quantkit.workflow.single_file import import_file
 
     with progress_bar(quiet=quiet) as progress:
-        result = import_file(
-            file,
-            config=config,
-            output=output,
-            encoders=encoders,
-            force=force,
-            dry_run=dry_run,
-            progress=progress,
-        )
+        result = import_file(**given, progress=progress)
+    written = not given["dry_run"]
     if as_json:
-        print_json({"written": not dry_run, **result.to_json()})
+        print_json({"written": written, **result.to_json()})
         return
     for note in result.notes:
         echo(f"{note[0].upper()}{note[1:]}")
-    echo(f"{result}, {'nothing written' if dry_run else f'written to {output}'}")
+    echo(f"{result}, {f'written to {result.output}' if written else 'nothing written'}")

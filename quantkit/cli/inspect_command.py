@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.cli import options
+from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _ATTENTION_COLUMNS = ("attention module", "heads", "columns", "keys", "largest |
 _FORMAT_COLUMNS = ("attention module", "format", "why")
 
 
-@click.command()
+@click.command(cls=Command, example="quantkit inspect sdxl-int8")
 @options.packed_or_file
 @options.quiet
 @options.as_json

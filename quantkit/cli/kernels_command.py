@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.cli import options
+from quantkit.cli.command import Group
 from quantkit.cli.console import echo, print_json, print_table, progress_bar
 from quantkit.cli.kernel_tables import print_reports
 
@@ -41,12 +42,12 @@ compiler = click.option(
 )
 
 
-@click.group("kernels")
+@click.group("kernels", cls=Group)
 def kernels() -> None:
     """List, build and check the kernels."""
 
 
-@kernels.command("list")
+@kernels.command("list", example="quantkit kernels list")
 @options.as_json
 def list_command(as_json: bool) -> None:
     """List the operations, what each computes, and the targets."""
@@ -62,7 +63,7 @@ def list_command(as_json: bool) -> None:
     print_table("Targets", ("target", "compiled by", "what it is"), targets)
 
 
-@kernels.command("build")
+@kernels.command("build", example="quantkit kernels build --target gfx1201 -o kernels-gfx1201")
 @click.option("--target", required=True, metavar=_TARGETS, help="What to compile for.")
 @options.output
 @every
@@ -106,7 +107,7 @@ def build_command(
     _print_manifest(manifest, output, as_json=as_json)
 
 
-@kernels.command("check")
+@kernels.command("check", example="quantkit kernels check --target gfx1201 --op gemm_fp8")
 @click.argument("folder", metavar="[DIR]", required=False, type=options.PATH)
 @click.option(
     "--target",

@@ -1,28 +1,11 @@
-"""Masks on the command line: how they are chosen, and what is said of them."""
+"""The table of masks."""
 
 from typing import TYPE_CHECKING
 
-import click
-
-from quantkit.cli import options
 from quantkit.cli.console import echo, print_table
 
 if TYPE_CHECKING:
     from quantkit.sparsity.maskfile import MaskSet
-
-pattern = click.option("--pattern", metavar="N:M", help="As 2:4 (or 4:2); default: the recipe's.")
-mask_method = click.option(
-    "--method",
-    type=click.Choice(["magnitude", "wanda", "sparsegpt"]),
-    help="How weights are ranked; wanda needs a calibration or second moments, sparsegpt second "
-    "moments. Default: the recipe's.",
-)
-error_budget = click.option(
-    "--budget",
-    "error_budget",
-    type=options.FiniteRange(min=0, min_open=True),
-    help="Mask only layers that lose at most this share of their output's power.",
-)
 
 
 def print_masks(masks: "MaskSet", where: str) -> None:

@@ -1,9 +1,4 @@
-"""Options that several commands share.
-
-model, output, force, recipe, calibration: calibrate, sparsify, pack, run
-hessians: sparsify, pack
-device, quiet, as_json: everywhere that works or prints
-"""
+"""Options that several commands share, and how ``--help`` groups them."""
 
 import math
 import os
@@ -17,6 +12,7 @@ from quantkit.storage.limits import MAX_COUNT, MAX_SEED, MAX_STEPS, MAX_THREADS
 
 if TYPE_CHECKING:
     from quantkit.models.source import Model, SingleFile
+    from quantkit.recipe.schema import Recipe
 
 
 class Place(click.Path):
@@ -71,7 +67,7 @@ def _finite(
 
 
 #: Where click keeps these options between themselves and the argument.
-_CONFIG, _VARIANT = "quantkit.config", "quantkit.variant"
+_CONFIG, _VARIANT, _CHANGES = "quantkit.config", "quantkit.variant", "quantkit.set"
 
 PATH = Place()
 COUNT = click.IntRange(1, MAX_COUNT)
@@ -110,7 +106,7 @@ def optional_model(command: Callable[..., Any]) -> Callable[..., Any]:
     return argument(command)
 
 
-def _remember(context: click.Context, option: click.Parameter, value: Path | str | None) -> None:
+def _remember(context: click.Context, option: click.Parameter, value: Any) -> None:
     context.meta[f"quantkit.{option.name}"] = value
 
 
@@ -175,14 +171,52 @@ def _somewhere(context: click.Context, parameter: click.Parameter, value: str | 
 packed = click.argument("packed", metavar="PACKED", type=PATH)
 packed_directory = click.argument("packed", metavar="PACKED", type=PATH, callback=directory)
 packed_or_file = click.argument("packed", metavar="PACKED", type=PATH, callback=_directory_or_file)
-recipe = click.option(
-    "-r",
-    "--recipe",
-    default="fp8",
-    show_default=True,
-    metavar="NAME|FILE",
-    help="A bundled recipe's name ('quantkit recipes') or a YAML file.",
+
+
+def recipe_option(default: str | None, text: str) -> Callable[..., Any]:
+    """Return a decorator that adds ``--recipe``, and ``--set``, which changes what it names.
+
+    Args:
+        default: the recipe's name; None: the job decides.
+        text: what help says of ``--recipe``.
+    """
+    option = click.option(
+        "-r",
+        "--recipe",
+        default=default,
+        show_default=default is not None,
+        callback=changed_recipe,
+        metavar="NAME|FILE",
+        help=text,
+    )
+    return lambda command: option(changes(command))
+
+
+def changed_recipe(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> "str | Recipe | None":
+    """Return a recipe's name or file, or the recipe with what ``--set`` changes: a callback."""
+    del parameter
+    given: tuple[str, ...] = context.meta.get(_CHANGES, ())
+    if not given:
+        return value
+    if value is None:
+        raise click.BadParameter("needs --recipe, which it changes.", context, param_hint="--set")
+    from quantkit.workflow.arguments import recipe_with
+
+    return recipe_with(value, given)
+
+
+changes = click.option(
+    "--set",
+    multiple=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_remember,
+    metavar="KEY=VALUE",
+    help="Set a key of the recipe, as calibration.steps=8; repeatable.",
 )
+recipe = recipe_option("fp8", "A bundled recipe's name ('quantkit recipes') or a YAML file.")
 output = click.option("-o", "--output", type=PATH, required=True, help="Where to write.")
 force = click.option("--force", is_flag=True, help="Replace an output that quantkit wrote.")
 calibration = click.option(
@@ -202,6 +236,11 @@ prompts = click.option(
     type=PATH,
     callback=there,
     help="A UTF-8 file with one prompt a line; default: the bundled set.",
+)
+count = click.option(
+    "--count",
+    type=COUNT,
+    help="Use the first so many prompts; default: all of --prompts, or the recipe's number.",
 )
 device = click.option(
     "--device",

@@ -1,19 +1,19 @@
 """``quantkit pack``: write the packed checkpoint of a model."""
 
 from collections import Counter
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import options
+from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from quantkit.workflow.pack import Forecast, PackSummary
 
 
-@click.command()
+@click.command(cls=Command, example="quantkit pack sdxl -r int8 -c sdxl.calibration -o sdxl-int8")
 @options.model
 @options.recipe
 @options.calibration
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     type=options.PATH,
     callback=options.there,
     help="Masks written by 'quantkit sparsify'; default: chosen here, as the recipe says.",
-)
-@click.option(
-    "--text-encoders",
-    type=click.Choice(["fp8", "int8", "int4", "int8-gptq", "int4-gptq"]),
-    help="Pack the text encoders, too; default: as the recipe says, which is mostly to copy them.",
 )
 @options.output
 @click.option(
@@ -40,64 +35,28 @@ if TYPE_CHECKING:
 @options.dry_run
 @options.quiet
 @options.as_json
-def pack(
-    model: str,
-    recipe: str,
-    calibration: Path | None,
-    hessians: Path | None,
-    masks: Path | None,
-    text_encoders: str | None,
-    output: Path,
-    threads: int | None,
-    force: bool,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+def pack(quiet: bool, as_json: bool, **given: Any) -> None:
     """Pack MODEL: a pipeline directory, a component directory (as its unet) or a hub id.
 
     Linear and Conv2d weights of the denoiser become codes, 2:4 sparse where the recipe says so,
-    and those of text encoders with --text-encoders; everything else is copied byte for byte.
-    Without --calibration, weights are scaled from the weights alone and activations per token.
+    and those of text encoders where it asks for it (--set text_encoders=int8). Everything else is
+    copied byte for byte. Without --calibration, weights are scaled from the weights alone and
+    activations per token.
     Memory stays small whatever the model's size.
 
     With --dry-run, a calibration or second moments that the recipe needs may still be missing.
     """
-    from quantkit.workflow.pack import Forecast, pack, plan_pack
+    from quantkit.workflow.pack import Forecast, pack
 
     with progress_bar(quiet=quiet) as progress:
-        result = (
-            plan_pack(
-                model,
-                output=output,
-                recipe=recipe,
-                calibration=calibration,
-                masks=masks,
-                hessians=hessians,
-                text_encoders=text_encoders,
-                force=force,
-                progress=progress,
-            )
-            if dry_run
-            else pack(
-                model,
-                output=output,
-                recipe=recipe,
-                calibration=calibration,
-                masks=masks,
-                hessians=hessians,
-                text_encoders=text_encoders,
-                threads=threads,
-                force=force,
-                progress=progress,
-            )
-        )
-    if isinstance(result, Forecast):
-        _print_forecast(result, as_json=as_json)
+        found = pack(**given, progress=progress)
+    written = not given["dry_run"]
+    if isinstance(found, Forecast):
+        _print_forecast(found, as_json=as_json)
     elif as_json:
-        print_json({"written": not dry_run, **result.to_json()})
+        print_json({"written": written, **found.to_json()})
     else:
-        _print(result, "nothing written" if dry_run else f"written to {output}")
+        _print(found, f"written to {given['output']}" if written else "nothing written")
 
 
 def _print_forecast(forecast: "Forecast", *, as_json: bool) -> None:

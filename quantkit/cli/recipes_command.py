@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.cli import options
+from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
     from quantkit.workflow.recipes import Listed
 
 
-@click.command()
+@click.command(cls=Command, example="quantkit recipes sdxl -r int8")
 @options.optional_model
 @click.option(
     "-r", "--recipe", metavar="NAME|FILE", help="Print this one, tuned for MODEL's family, as YAML."

@@ -1,16 +1,18 @@
 """``quantkit recover``: make up for what masks, or packing, cost a denoiser's pictures."""
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from quantkit.cli import options
+from quantkit.cli.command import Command
 from quantkit.cli.console import command_line, echo, print_json, progress_bar, say
-from quantkit.cli.recovery_options import masks_output, recovery_options, training_of
+from quantkit.cli.recovery_options import masks_output, recovery_options, take_training
 
 
-@click.command()
+@click.command(
+    cls=Command, example="quantkit recover sdxl -r fp8-sparse --masks sdxl.masks -o sdxl-sparse"
+)
 @options.model
 @options.recipe
 @click.option(
@@ -39,22 +41,7 @@ from quantkit.cli.recovery_options import masks_output, recovery_options, traini
 @options.dry_run
 @options.quiet
 @options.as_json
-def recover(
-    model: str,
-    recipe: str,
-    masks: Path | None,
-    hessians: Path | None,
-    output: Path,
-    method: str,
-    masks_output: Path | None,
-    prompts: Path | None,
-    device: str,
-    force: bool,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def recover(method: str, quiet: bool, as_json: bool, **given: Any) -> None:
     """Train MODEL so that masks, or packing with the recipe, cost its pictures less.
 
     The denoiser is trained to repeat its own 16-bit outputs, along trajectories that start from
@@ -63,36 +50,23 @@ def recover(
     it. So is OUTPUT.recovery.html, which fills while distill trains: pictures and curves.
     """
     from quantkit.progress import unheard
-    from quantkit.workflow.recover import plan_recovery, recover
+    from quantkit.workflow.recover import recover
 
-    training = training_of(given)
-    if dry_run:
-        plan = plan_recovery(model, method=method, recipe=recipe, masks=masks, training=training)
-        if as_json:
-            print_json(plan.to_json())
-        else:
-            echo(*str(plan).split("\n"))
-        return
+    training = take_training(given)
     with progress_bar(quiet=quiet) as progress:
-        result = recover(
-            model,
-            output=output,
+        found = recover(
+            **given,
             method=method,
-            recipe=recipe,
-            masks=masks,
-            hessians=hessians,
-            prompts=prompts,
             training=training,
-            masks_output=masks_output,
-            device=device,
-            force=force,
             commands=(command_line(),),
             progress=progress,
             tell=unheard if quiet else say,
         )
-    if result is None:
+    if found is None:
         return
     if as_json:
-        print_json(result.to_json())
+        print_json(found.to_json())
+    elif given["dry_run"]:
+        echo(*str(found).split("\n"))
     else:
-        echo(*f"{output}: {result}".split("\n"))
+        echo(*f"{given['output']}: {found}".split("\n"))

@@ -1,11 +1,12 @@
 """``quantkit calibrate sensitivity``: how much each layer loses under each treatment."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import options
+from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_table, progress_bar
 from quantkit.storage.limits import MAX_COUNT
 
@@ -30,7 +31,11 @@ ATTENTION_COLUMNS = {
 }
 
 
-@click.command("sensitivity")
+@click.command(
+    "sensitivity",
+    cls=Command,
+    example="quantkit calibrate sensitivity sdxl -c sdxl.calibration -o sensitivity.json",
+)
 @options.model
 @click.option(
     "-c",
@@ -52,33 +57,11 @@ ATTENTION_COLUMNS = {
 )
 @options.prompts
 @click.option("--count", type=options.COUNT, help="Prompts to run on; default: one batch.")
-@click.option("--steps", type=options.STEPS, help="Denoising steps; default: the recipe's.")
-@click.option("--guidance", type=options.NUMBER, help="Guidance scale; default: the recipe's.")
-@click.option("--seed", type=options.SEED, help="Seed of the first prompt's noise.")
-@click.option("--batch", type=options.COUNT, help="Prompts denoised at a time.")
 @options.device
 @options.force
 @options.quiet
 @options.as_json
-def sensitivity(
-    model: str,
-    calibration: Path,
-    hessians: Path | None,
-    recipe: str,
-    output: Path,
-    plot: Path | None,
-    measure: int,
-    prompts: Path | None,
-    count: int | None,
-    steps: int | None,
-    guidance: float | None,
-    seed: int | None,
-    batch: int | None,
-    device: str,
-    force: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+def sensitivity(quiet: bool, as_json: bool, **given: Any) -> None:
     """Measure what every layer of MODEL loses under every treatment.
 
     All layers are measured on the inputs that the calibration stored. Layers whose treatment is
@@ -88,28 +71,14 @@ def sensitivity(
 
     Masks by SparseGPT are only measured with --hessians.
     """
-    from quantkit.workflow.arguments import Sampling
     from quantkit.workflow.sensitivity import measure_sensitivity
 
     with progress_bar(quiet=quiet) as progress:
-        found = measure_sensitivity(
-            model,
-            calibration=calibration,
-            recipe=recipe,
-            output=output,
-            hessians=hessians,
-            plot=plot,
-            measure=measure,
-            prompts=prompts,
-            sampling=Sampling(count, steps, guidance, seed, batch),
-            device=device,
-            force=force,
-            progress=progress,
-        )
+        found = measure_sensitivity(**given, progress=progress)
     if as_json:
         print_json(found.to_json())
     else:
-        _print(found, output)
+        _print(found, given["output"])
 
 
 def _print(found: "MeasuredSensitivity", output: Path) -> None:

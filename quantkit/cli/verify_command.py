@@ -6,11 +6,12 @@ from pathlib import Path
 import click
 
 from quantkit.cli import options
+from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_verdict, progress_bar
 from quantkit.errors import CheckpointError
 
 
-@click.command()
+@click.command(cls=Command, example="quantkit verify sdxl-int8")
 @options.packed_directory
 @click.option("--all", "list_all", is_flag=True, help="List every broken rule, not the first.")
 @options.quiet

@@ -38,7 +38,16 @@ def tuned(recipe: Recipe, family: Family) -> Recipe:
     own = recipe.model_dump(exclude_unset=True, exclude={"tuned"})
     given = {"calibration": family.calibration, **family.recipes.get(recipe.tuned, {})}
     joined = {key: _joined(given[key], own[key]) for key in given.keys() & own.keys()}
-    return Recipe.model_validate({**given, **own, **joined})
+    return Recipe.model_validate({**given, **own, **joined, "calibration": _run(given, own)})
+
+
+def _run(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the calibration section; a family's buckets are at most the recipe's steps."""
+    mine: Mapping[str, Any] = own.get("calibration", {})
+    section = {**given["calibration"], **mine}
+    if "steps" in mine and "buckets" in section and "buckets" not in mine:
+        section["buckets"] = min(section["buckets"], mine["steps"])
+    return section
 
 
 def _joined(given: Any, own: Any) -> Any:

@@ -5,6 +5,7 @@ import os
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -31,11 +32,12 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in resources.recipes().glob("*.yaml")))
 
 
-def load_recipe(recipe: str | Path) -> Recipe:
+def load_recipe(recipe: str | Path, changes: Mapping[str, Any] | None = None) -> Recipe:
     """Return the bundled recipe of this name, or the one in the YAML file at this path.
 
     Args:
         recipe: as ``fp8``, one of ``recipe_names()``; or a file.
+        changes: values to set, by their dotted keys, as ``{"calibration.steps": 8}``.
 
     Returns:
         what other functions take as a recipe.
@@ -43,6 +45,11 @@ def load_recipe(recipe: str | Path) -> Recipe:
     Raises:
         RecipeError: no such recipe, not YAML, an unknown key, a value out of range.
     """
+    found = _load(recipe)
+    return change_recipe(found, changes) if changes else found
+
+
+def _load(recipe: str | Path) -> Recipe:
     path, text = Path(recipe), str(recipe)
     # Not Path.is_file, which raises for names that are too long.
     if path.suffix in {".yaml", ".yml"} or os.path.isfile(text):  # noqa: PTH113
@@ -73,6 +80,41 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
         raise RecipeError(f"{where}: {short(error, _LENGTH)}") from error
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where}: found {type(values).__name__}, wanted a table of settings")
+    return _validated(values, where)
+
+
+def change_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """Return a recipe with values set by their dotted keys, as ``calibration.steps``.
+
+    Fewer calibration steps than timestep buckets leave a bucket for each step.
+
+    Raises:
+        RecipeError: an unknown key, a value out of range, a key inside of what is no table.
+    """
+    where = f"recipe {recipe.name} with {', '.join(changes)}"
+    values = recipe.model_dump(exclude_unset=True)
+    buckets, steps = recipe.calibration.buckets, changes.get("calibration.steps")
+    if isinstance(steps, int) and 1 <= steps < buckets:
+        changes = {"calibration.buckets": steps, **changes}
+    for key, value in changes.items():
+        _set(values, key, value, where)
+    return _validated(values, where)
+
+
+def _set(values: dict[str, Any], key: str, value: Any, where: str) -> None:
+    *path, name = key.split(".")
+    for number, part in enumerate(path, 1):
+        inner = values.setdefault(part, {})
+        # An optional section that the recipe switches off, or says in a word.
+        if inner is None:
+            inner = values[part] = {}
+        if not isinstance(inner, dict):
+            raise RecipeError(f"{where}: {'.'.join(path[:number])} is no table; set it as a whole")
+        values = inner
+    values[name] = value
+
+
+def _validated(values: Mapping[str, Any], where: str) -> Recipe:
     if (count := _globs(values)) > MAX_GLOBS:
         raise RecipeError(
             f"{where}: {count:,} globs, expected at most {MAX_GLOBS:,}; give names without *, ? "

@@ -4,7 +4,6 @@ Layer patterns are fnmatch globs on the module path inside the component, as
 ``down_blocks.*.attentions.*``. Nothing here opens a model.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -23,7 +22,6 @@ from quantkit.recipe.fields import (
     checked_pattern,
     matches,
     printable,
-    section_of,
 )
 from quantkit.recipe.goals import BudgetRecipe, Gates
 from quantkit.recipe.layer_recipes import ActivationRecipe, WeightRecipe
@@ -264,7 +262,7 @@ class Recipe(Strict):
             raise RecipeError(
                 f"recipe {self.name}: says nothing of text encoders; add text_encoders: int8 (or "
                 "int4, fp8)",
-                fields=("text_encoders",),
+                fields=("recipe",),
             )
         mine = [o for o in section.overrides if not encoder or matches(encoder, o.encoders)]
         values = {
@@ -279,40 +277,20 @@ class Recipe(Strict):
             unmatched="ignore",
         )
 
-    def with_text_encoders(self, name: str) -> "Recipe":
-        """Return the recipe with text encoders packed as a name in ENCODER_FORMATS says.
+    def refuse_unmergeable(self) -> None:
+        """Refuse static scales of timestep buckets that calibration's cannot be merged into.
 
         Raises:
-            RecipeError: another name.
+            RecipeError: naming the first.
         """
-        return self.model_copy(update={"text_encoders": EncoderRecipe.model_validate(name)})
-
-    def with_calibration(self, settings: Mapping[str, Any]) -> "Recipe":
-        """Return the recipe with some settings of its calibration section replaced.
-
-        Fewer steps than timestep buckets leave a bucket for each step.
-
-        Raises:
-            RecipeError: settings that do not go together.
-        """
-        own = self.calibration.model_dump(exclude_unset=True)
-        steps = settings.get("steps")
-        if isinstance(steps, int) and steps < self.calibration.buckets:
-            self._refuse_merging(steps)
-            own["buckets"] = steps
-        section = section_of(CalibrationRecipe, {**own, **settings})
-        return self.model_copy(update={"calibration": section})
-
-    def _refuse_merging(self, stored: int) -> None:
-        """Refuse so many buckets of statistics where static scales need others."""
+        stored = self.calibration.buckets
         for inputs in self._activations:
             count = inputs.buckets
             if inputs.mode == "static" and isinstance(count, int) and stored % count:
                 raise RecipeError(
-                    f"{stored} steps: too few for the recipe's {self.calibration.buckets} timestep "
-                    f"buckets, and its activation.buckets {count} do not divide {stored}; take "
-                    f"{self.calibration.buckets} steps or more, or a recipe with buckets: 1",
-                    fields=("steps",),
+                    f"recipe {self.name}: its activation.buckets {count} do not divide the "
+                    f"{stored} timestep buckets of calibration; take more steps, or one bucket",
+                    fields=("calibration.steps", "activation.buckets"),
                 )
 
     def refuse_budget(self) -> None:

@@ -1,18 +1,18 @@
 """Arguments as users have them: paths, names, or what they opened already."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
-from quantkit.errors import ModelError
+from quantkit.errors import ModelError, RecipeError
 from quantkit.models.recipe_check import refuse_unmatched
 from quantkit.models.recommended import tuned
 from quantkit.models.source import Model, SingleFile, of_family, open_model
 from quantkit.models.treated import recipe_of
-from quantkit.recipe.fields import section_of
-from quantkit.recipe.load import load_recipe
-from quantkit.recipe.schema import Recipe, SparsityRecipe
+from quantkit.recipe.load import change_recipe, load_recipe
+from quantkit.recipe.schema import Recipe
+from quantkit.storage.jsonfile import short
+from quantkit.storage.yamlfile import parse_yaml
 
 if TYPE_CHECKING:
     from quantkit.calibration.moments.moment_files import Hessians
@@ -53,6 +53,24 @@ def as_recipe(recipe: RecipeLike) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
 
 
+def recipe_with(recipe: str, changes: Sequence[str]) -> Recipe:
+    """Return the recipe of a name or a file with keys set as ``KEY=VALUE`` says, values in YAML.
+
+    Raises:
+        RecipeError: as ``load_recipe``; a change without "=", a value that is not YAML.
+    """
+    values = {}
+    for change in changes:
+        key, sign, text = change.partition("=")
+        if not sign:
+            raise RecipeError(f"{change!r:.80}: found no '=', expected KEY=VALUE", fields=("set",))
+        try:
+            values[key] = parse_yaml(text)
+        except ValueError as error:
+            raise RecipeError(f"{change!r:.80}: {short(error)}", fields=("set",)) from error
+    return load_recipe(recipe, values)
+
+
 def opened(model: ModelLike, recipe: RecipeLike) -> tuple[Model, Recipe]:
     """Return both, opened, which fit each other; the recipe is tuned for the model's family.
 
@@ -82,22 +100,6 @@ def fitted(model: Model, recipe: Recipe, where: str) -> tuple[Model, Recipe]:
     own = recipe_of(source, recipe)
     refuse_unmatched(own, where, source)
     return source, tuned(own, source.components[0].family)
-
-
-def with_encoders(recipe: RecipeLike, text_encoders: str | None) -> RecipeLike:
-    """Return the recipe, text encoders packed as a short name says if there is one.
-
-    Args:
-        recipe: a bundled name, a YAML file, or opened.
-        text_encoders: a name in ENCODER_FORMATS; None: as the recipe says.
-
-    Returns:
-        what other functions take as a recipe.
-
-    Raises:
-        RecipeError: as ``load_recipe``; another name.
-    """
-    return recipe if text_encoders is None else as_recipe(recipe).with_text_encoders(text_encoders)
 
 
 def name_of(recipe: RecipeLike) -> str:
@@ -159,69 +161,22 @@ def surgeon_of(
     return Surgeon(found, choose_device(device), scratch)
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a pipeline is run on prompts; None: as the recipe's calibration section says."""
+def with_prompts(
+    recipe: Recipe, prompts: PromptsLike | None, count: int | None
+) -> tuple[Recipe, tuple[str, ...]]:
+    """Return the recipe with the number of prompts that are used, and all that there are.
 
-    #: use the first so many prompts; None: all of those given, the recipe's number of the bundled
-    count: int | None = None
-    #: denoising steps
-    steps: int | None = None
-    guidance: float | None = None
-    #: of the first prompt's noise
-    seed: int | None = None
-    #: prompts denoised at a time
-    batch: int | None = None
-
-    def apply(
-        self,
-        recipe: Recipe,
-        *,
-        prompts: int | None = None,
-        weighting: str | None = None,
-        row_share: float | None = None,
-    ) -> Recipe:
-        """Return the recipe with what is set here in its calibration section.
-
-        Args:
-            recipe: whose calibration section says the rest.
-            prompts: how many are used; None: the recipe's number.
-            weighting: of timesteps, for second moments; None: the recipe's.
-            row_share: of the rows that second moments look at; None: the recipe's.
-
-        Raises:
-            RecipeError: a value out of range, or settings that do not go together.
-        """
-        given = {
-            "prompts": prompts, "steps": self.steps, "guidance": self.guidance, "seed": self.seed,
-            "batch": self.batch, "weighting": weighting, "row_share": row_share,
-        }  # fmt: skip
-        return recipe.with_calibration({n: v for n, v in given.items() if v is not None})
-
-    def wanted(self, texts: Sequence[str], *, given: bool) -> int | None:
-        """Return how many prompts are used; None: as many as the recipe says.
-
-        Args:
-            texts: the prompts that are there.
-            given: the user named them, so all are used.
-        """
-        return (self.count or len(texts)) if self.count or given else None
-
-
-def with_rule(
-    recipe: Recipe,
-    *,
-    pattern: str | None = None,
-    method: str | None = None,
-    error_budget: float | None = None,
-) -> Recipe:
-    """Return the recipe with settings of its sparsity section replaced; None: the recipe's.
+    Args:
+        recipe: its calibration section says how many of the bundled set are used.
+        prompts: texts, or a file with one a line; None: the bundled set.
+        count: use the first so many; None: all of those given.
 
     Raises:
-        RecipeError: a value out of range.
+        InputError: prompts that cannot be read.
+        RecipeError: a count out of range.
     """
-    rule = {"pattern": pattern, "method": method, "error_budget": error_budget}
-    section = recipe.sparsity or SparsityRecipe()
-    values = {name: getattr(section, name) for name in SparsityRecipe.model_fields}
-    new = section_of(SparsityRecipe, values | {n: v for n, v in rule.items() if v is not None})
-    return recipe.model_copy(update={"sparsity": new})
+    texts = as_prompts(prompts)
+    if count is None and prompts is None:
+        return recipe, texts
+    wanted = len(texts) if count is None else count
+    return change_recipe(recipe, {"calibration.prompts": wanted}), texts

@@ -24,10 +24,9 @@ from quantkit.workflow.arguments import (
     ModelLike,
     PromptsLike,
     RecipeLike,
-    Sampling,
     as_path,
-    as_prompts,
     opened,
+    with_prompts,
 )
 
 
@@ -102,6 +101,12 @@ class CalibrationPlan:
     #: the layers' names, by component
     layers: dict[str, tuple[str, ...]]
 
+    @classmethod
+    def of(cls, run: collect.CalibrationRun) -> "CalibrationPlan":
+        """Return what a run observes."""
+        layers = {name: tuple(layer.name for layer in found) for name, found in run.layers.items()}
+        return cls(len(run.prompts), run.settings.steps, run.settings.buckets, layers)
+
     def __repr__(self) -> str:
         """Return it in a line."""
         counts = ", ".join(f"{name} {len(layers)}" for name, layers in self.layers.items())
@@ -128,13 +133,14 @@ def calibrate(
     recipe: RecipeLike = "fp8",
     output: str | Path | None = None,
     prompts: PromptsLike | None = None,
-    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+    count: int | None = None,
     resume: bool = False,
     device: str = "auto",
     force: bool = False,
+    dry_run: bool = False,
     progress: Progress = silent,
     tell: Tell = unheard,
-) -> Calibrated | None:
+) -> Calibrated | Any:
     """Run a pipeline on prompts, and keep statistics of what its layers read.
 
     Processes that ``torchrun`` or ``accelerate launch`` started share the prompts.
@@ -144,15 +150,17 @@ def calibrate(
         recipe: whose calibration section says how to run; what it keeps in 16 bit is not observed.
         output: the file to write; None: nothing is written, and one process does it all.
         prompts: texts, or a file with one a line; None: the bundled set.
-        sampling: in place of the recipe's.
+        count: use the first so many prompts; None: all of those given, or the recipe's number.
         resume: go on with what a run that was killed had kept beside the output.
         device: auto, cpu or cuda[:N]; float32 on the CPU, else the 16-bit dtype of the weights.
         force: replace an existing file.
+        dry_run: say what would be observed, and write nothing.
         progress: told of weights hashed and of denoiser calls.
         tell: told a line where there was nothing to resume yet.
 
     Returns:
-        the statistics; None in all but the first of several processes.
+        the statistics, or with ``dry_run`` the ``CalibrationPlan``; None in all but the first of
+        several processes.
 
     Raises:
         InputError: a model, recipe or prompts that cannot be used, an output that exists, nothing
@@ -160,58 +168,22 @@ def calibrate(
         NonFiniteError: NaN or Inf in an activation; the text names layer and step.
     """
     path = as_path(output)
-    if path is None:
-        run = _opened(model, recipe, prompts, sampling, device)
+    if path is None and not dry_run:
+        run = _opened(model, recipe, prompts, count, device)
         found = collect.calibrate(
             run.model, run.recipe, run.texts, device=device, progress=progress
         )
         return Calibrated(found, None)
     with joined() as processes:
         with processes.together():
-            run = _opened(model, recipe, prompts, sampling, device)
-            _check_output(path, run, force=force)
+            run = _opened(model, recipe, prompts, count, device)
+            if path is not None:
+                _check_output(path, run, force=force)
+        if dry_run or path is None:
+            return CalibrationPlan.of(run) if processes.is_first else None
         return _share(
             run, path, processes, resume=resume, force=force, progress=progress, tell=tell
         )
-
-
-def plan_calibration(
-    model: ModelLike,
-    *,
-    recipe: RecipeLike = "fp8",
-    output: str | Path | None = None,
-    prompts: PromptsLike | None = None,
-    sampling: Sampling = Sampling(),  # noqa: B008  frozen
-    device: str = "auto",
-    force: bool = False,
-) -> CalibrationPlan | None:
-    """Say what ``calibrate`` would observe; it takes the same arguments.
-
-    Args:
-        model: a pipeline: its directory, a hub id, or opened.
-        recipe: whose calibration section says how to run.
-        output: the file that would be written.
-        prompts: texts, or a file with one a line; None: the bundled set.
-        sampling: in place of the recipe's.
-        device: auto, cpu or cuda[:N].
-        force: an existing file would be replaced.
-
-    Returns:
-        the plan; None in all but the first of several processes.
-
-    Raises:
-        InputError: a model, recipe or prompts that cannot be used, or an output that exists.
-    """
-    path = as_path(output)
-    with joined() as processes:
-        with processes.together():
-            run = _opened(model, recipe, prompts, sampling, device)
-            if path is not None:
-                _check_output(path, run, force=force)
-        if not processes.is_first:
-            return None
-        layers = {name: tuple(layer.name for layer in found) for name, found in run.layers.items()}
-        return CalibrationPlan(len(run.prompts), run.settings.steps, run.settings.buckets, layers)
 
 
 def merge_calibrations(
@@ -251,13 +223,13 @@ def _opened(
     model: ModelLike,
     recipe: RecipeLike,
     prompts: PromptsLike | None,
-    sampling: Sampling,
+    count: int | None,
     device: str,
 ) -> collect.CalibrationRun:
-    texts = as_prompts(prompts)
-    count = sampling.wanted(texts, given=prompts is not None)
     source, chosen = opened(model, recipe)
-    run = collect.CalibrationRun(source, sampling.apply(chosen, prompts=count), texts, device)
+    chosen, texts = with_prompts(chosen, prompts, count)
+    chosen.refuse_unmergeable()
+    run = collect.CalibrationRun(source, chosen, texts, device)
     # What loading would refuse, after minutes of hashing.
     refuse_component(source)
     choose_device(device)

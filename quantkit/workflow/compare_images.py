@@ -136,7 +136,7 @@ def _refuse_unmeasured(limits: Limits, without: tuple[str, ...], *, prompts: boo
         if limit is not None and metric in without:
             raise InputError(
                 f"the gate on {metric}: this metric is left out; drop the gate, or measure it",
-                fields=(f"gate_{metric}", "without"),
+                fields=("gates", "lpips_weights", "clip"),
             )
     for name, limit in (("clip", limits.clip), ("broken", limits.broken)):
         if limit is not None and not prompts:

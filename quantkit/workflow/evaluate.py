@@ -193,10 +193,11 @@ def evaluate(
     sensitivity: str | Path | None = None,
     device: str = "auto",
     force: bool = False,
+    dry_run: bool = False,
     commands: Sequence[str] = (),
     watch: Watcher | None = None,
     progress: Progress = silent,
-) -> Report:
+) -> Report | Any:
     """Run a packed pipeline and its original on the same prompts and noise, and measure.
 
     Args:
@@ -211,13 +212,15 @@ def evaluate(
         sensitivity: the file of the same model: says which layers to treat better if gates fail.
         device: auto, cpu or cuda[:N]: where all pipelines run.
         force: replace an existing output.
+        dry_run: say what would run, and run nothing.
         commands: what a reader types to make the report again.
         watch: told of the worst pair after every few pictures; report.html is then there from the
             beginning, and shows them. None: it is written at the end, and so is its folder.
         progress: told of every denoising step.
 
     Returns:
-        every metric with its interval, the noise floor, gates and verdict.
+        every metric with its interval, the noise floor, gates and verdict; with ``dry_run`` an
+        ``EvaluationPlan``.
 
     Raises:
         InputError: directories that do not belong together, prompts or networks that cannot be
@@ -233,6 +236,8 @@ def evaluate(
     if path is not None:
         _refuse_overlaps(path, pair.model, [packed])
     pictures = settings.pictures(place, last=settings.prompts is None)
+    if dry_run:
+        return _planned(path, 1, pictures, settings)
     backbones = settings.backbones(place)
     background = _background(calibration, sensitivity, settings)
     _rehearse([pair], pictures, place, progress)
@@ -268,9 +273,10 @@ def compare(
     limits: Limits = Limits(),  # noqa: B008  frozen
     device: str = "auto",
     force: bool = False,
+    dry_run: bool = False,
     commands: Sequence[str] = (),
     progress: Progress = silent,
-) -> Compared:
+) -> Compared | Any:
     """Run the original once and several packed pipelines, and write one table of methods.
 
     Args:
@@ -281,11 +287,12 @@ def compare(
         limits: of the gates.
         device: auto, cpu or cuda[:N]: where all pipelines run.
         force: replace an existing output.
+        dry_run: say what would run, and run nothing.
         commands: what a reader types to make the table again.
         progress: told of every denoising step.
 
     Returns:
-        a report of each packed directory, in their order.
+        a report of each packed directory, in their order; with ``dry_run`` an ``EvaluationPlan``.
 
     Raises:
         InputError: directories that do not belong together, prompts or networks that cannot be
@@ -299,6 +306,8 @@ def compare(
     opened = _open_pairs(model, packed, place)
     _refuse_overlaps(path, opened[0].model, packed)
     pictures = settings.pictures(place, last=settings.prompts is None)
+    if dry_run:
+        return _planned(path, len(packed), pictures, settings)
     backbones = settings.backbones(place)
     _rehearse(opened, pictures, place, progress)
     rows = []
@@ -321,42 +330,11 @@ def compare(
     return Compared(tuple(rows), path)
 
 
-def plan_evaluation(
-    model: ModelLike,
-    packed: Sequence[PackedLike],
-    *,
-    output: str | Path | None = None,
-    settings: EvaluationSettings = EvaluationSettings(),
-    device: str = "auto",
-    force: bool = False,
+def _planned(
+    output: Path | None, packed: int, pictures: GenerationSettings, settings: EvaluationSettings
 ) -> EvaluationPlan:
-    """Say what ``evaluate`` or ``compare`` would do; they take the same arguments.
-
-    Args:
-        model: the original: its directory, a hub id, or opened.
-        packed: packed directories.
-        output: the folder that would be written.
-        settings: which pictures would be made.
-        device: auto, cpu or cuda[:N].
-        force: an existing output would be replaced.
-
-    Returns:
-        how many pictures of how many pipelines.
-
-    Raises:
-        InputError: directories or prompts that cannot be used, or an output that exists.
-    """
-    path, place = as_path(output), choose_device(device)
-    if path is not None:
-        kind = reports.KIND if len(packed) == 1 else methods_table.KIND
-        check_directory(path, kind=kind, force=force)
-    name_methods([Path(folder) for folder in packed])
-    opened = _open_pairs(model, packed, place)
-    if path is not None:
-        _refuse_overlaps(path, opened[0].model, packed)
-    pictures = settings.pictures(place, last=settings.prompts is None)
-    count = 1 + len(packed)
-    return EvaluationPlan(len(pictures.prompts), pictures.steps, count, settings.noise_floor, path)
+    count, steps = len(pictures.prompts), pictures.steps
+    return EvaluationPlan(count, steps, 1 + packed, settings.noise_floor, output)
 
 
 def baseline_of(
@@ -383,11 +361,17 @@ def baseline_of(
     )
 
 
-def fetch_networks(*, clip: str | None = None, without: tuple[str, ...] = ()) -> tuple[str, ...]:
+def fetch_networks(
+    *,
+    lpips_weights: str | Path | None = None,
+    clip: str | None = None,
+    without: tuple[str, ...] = (),
+) -> tuple[str, ...]:
     """Download what metrics are measured with, if it is not in the caches.
 
     Args:
-        clip: hub id of the CLIP score's model; None: openai/clip-vit-base-patch32.
+        lpips_weights: torchvision's AlexNet weights; None: torchvision's cache.
+        clip: directory or hub id of the CLIP score's model; None: openai/clip-vit-base-patch32.
         without: lpips, clip: the network to leave out.
 
     Returns:
@@ -396,7 +380,7 @@ def fetch_networks(*, clip: str | None = None, without: tuple[str, ...] = ()) ->
     Raises:
         ModelError: one that cannot be had; all such are named.
     """
-    found = load_backbones(None, clip, without, device=torch.device("cpu"))
+    found = load_backbones(as_path(lpips_weights), clip, without, device=torch.device("cpu"))
     return tuple(network.name for network in (found.lpips, found.clip) if network is not None)
 
 

@@ -6,6 +6,7 @@ from quantkit.errors import CheckpointError, RecipeError
 from quantkit.numerics.formats import find_format
 from quantkit.recipe.encoder_formats import ENCODER_FORMATS
 from quantkit.recipe.layer_recipes import WeightRecipe
+from quantkit.recipe.load import change_recipe
 from quantkit.recipe.schema import Recipe
 from quantkit.workflow.export_source import Part, Source
 
@@ -33,7 +34,7 @@ def for_target(recipe: Recipe, to: str, *, encoders: bool) -> Recipe:
         )
     if not encoders or recipe.text_encoders is not None:
         return recipe
-    return recipe.with_text_encoders(_encoders_like(recipe))
+    return change_recipe(recipe, {"text_encoders": _encoders_like(recipe)})
 
 
 def _encoders_like(recipe: Recipe) -> str:

@@ -18,11 +18,9 @@ from quantkit.workflow.arguments import (
     ModelLike,
     PromptsLike,
     RecipeLike,
-    Sampling,
-    as_prompts,
     name_of,
     opened,
-    with_encoders,
+    with_prompts,
 )
 
 
@@ -95,17 +93,15 @@ def calibrate_hessians(
     model: ModelLike,
     *,
     recipe: RecipeLike = "fp8",
-    text_encoders: str | None = None,
     output: str | Path,
     prompts: PromptsLike | None = None,
-    sampling: Sampling = Sampling(),  # noqa: B008  frozen
-    weighting: str | None = None,
-    row_share: float | None = None,
+    count: int | None = None,
     memory: float = 4.0,
     device: str = "auto",
     force: bool = False,
+    dry_run: bool = False,
     progress: Progress = silent,
-) -> TakenMoments:
+) -> TakenMoments | Any:
     """Run a pipeline on prompts, and store E[x x^T] and E[x] of what its layers read.
 
     A run that was killed goes on where it stopped when it is started again.
@@ -114,34 +110,29 @@ def calibrate_hessians(
         model: a pipeline: its directory, a hub id, or opened.
         recipe: whose calibration section says how to run; what it keeps in 16 bit is not observed,
             and denoisers are not where it rounds nothing but text encoders by GPTQ.
-        text_encoders: int4-gptq or int8-gptq, to observe text encoders; None: as the recipe says.
         output: the directory to make, or to go on with.
         prompts: texts, or a file with one a line; None: the bundled set.
-        sampling: in place of the recipe's.
-        weighting: uniform or schedule: what a timestep counts; None: the recipe's.
-        row_share: of the rows of each call, drawn at random; None: the recipe's.
+        count: use the first so many prompts; None: all of those given, or the recipe's number.
         memory: GiB that the matrices of one run may take; the prompts run as often as needed.
         device: auto, cpu or cuda[:N].
         force: begin again where a directory of second moments exists.
+        dry_run: say what would be observed, and write nothing.
         progress: told of denoiser calls, by group of layers.
 
     Returns:
-        the second moments, opened.
+        the second moments, opened; with ``dry_run`` the ``MomentPlan``.
 
     Raises:
         InputError: a model, recipe or prompts that cannot be used, an output that is something
             else, a layer that does not fit in ``memory``.
         NonFiniteError: NaN or Inf in an activation; the text names the layer.
     """
-    source, chosen, texts = _opened(
-        model,
-        with_encoders(recipe, text_encoders),
-        prompts,
-        sampling,
-        weighting=weighting,
-        row_share=row_share,
-    )
+    source, chosen = opened(model, recipe)
+    refuse_unmatched_encoders(chosen, name_of(recipe), source)
+    chosen, texts = with_prompts(chosen, prompts, count)
     plan = moments_of(source, chosen, memory=memory * 2**30)
+    if dry_run:
+        return plan
     _check_output(Path(output), source, plan, force=force)
     found = collect_hessians(
         source,
@@ -154,46 +145,6 @@ def calibrate_hessians(
         force=force,
     )
     return TakenMoments(found, plan)
-
-
-def plan_hessians(
-    model: ModelLike,
-    *,
-    recipe: RecipeLike = "fp8",
-    text_encoders: str | None = None,
-    prompts: PromptsLike | None = None,
-    sampling: Sampling = Sampling(),  # noqa: B008  frozen
-    weighting: str | None = None,
-    row_share: float | None = None,
-    memory: float = 4.0,
-) -> MomentPlan:
-    """Say what ``calibrate_hessians`` would observe; it takes the same arguments.
-
-    Args:
-        model: a pipeline: its directory, a hub id, or opened.
-        recipe: whose calibration section says how to run.
-        text_encoders: int4-gptq or int8-gptq, to observe text encoders; None: as the recipe says.
-        prompts: texts, or a file with one a line; None: the bundled set.
-        sampling: in place of the recipe's.
-        weighting: uniform or schedule: what a timestep counts; None: the recipe's.
-        row_share: of the rows of each call; None: the recipe's.
-        memory: GiB that the matrices of one run may take.
-
-    Returns:
-        layers, bytes, and how often the prompts would run.
-
-    Raises:
-        InputError: a model, recipe or prompts that cannot be used, or a layer that does not fit.
-    """
-    source, chosen, _ = _opened(
-        model,
-        with_encoders(recipe, text_encoders),
-        prompts,
-        sampling,
-        weighting=weighting,
-        row_share=row_share,
-    )
-    return moments_of(source, chosen, memory=memory * 2**30)
 
 
 def moments_of(model: Model, recipe: Recipe, *, memory: float) -> MomentPlan:
@@ -232,20 +183,3 @@ def _check_output(output: Path, source: Model, plan: MomentPlan, *, force: bool)
     if force or not output.exists():
         check_directory(output, kind=KIND, force=force)
         check_room(output, sum(found.nbytes for found in plan.components.values()))
-
-
-def _opened(
-    model: ModelLike,
-    recipe: RecipeLike,
-    prompts: PromptsLike | None,
-    sampling: Sampling,
-    *,
-    weighting: str | None,
-    row_share: float | None,
-) -> tuple[Model, Recipe, tuple[str, ...]]:
-    texts = as_prompts(prompts)
-    count = sampling.wanted(texts, given=prompts is not None)
-    source, chosen = opened(model, recipe)
-    refuse_unmatched_encoders(chosen, name_of(recipe), source)
-    chosen = sampling.apply(chosen, prompts=count, weighting=weighting, row_share=row_share)
-    return source, chosen, texts

@@ -13,7 +13,6 @@ from quantkit.models.families import find_family
 from quantkit.models.recommended import tuned
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
-from quantkit.recipe.fields import section_of
 from quantkit.recipe.goals import GOALS, BudgetRecipe
 from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity import selection
@@ -29,7 +28,6 @@ from quantkit.workflow.arguments import (
     HessiansLike,
     ModelLike,
     RecipeLike,
-    Sampling,
     as_calibration,
     as_model,
     as_path,
@@ -42,41 +40,20 @@ from quantkit.workflow.sensitivity import MeasuredSensitivity
 SensitivityLike: TypeAlias = str | Path | Sensitivity | MeasuredSensitivity
 
 
-@dataclass(frozen=True)
-class Budget:
-    """One goal that the chosen treatments must meet; none: the recipe's budget section."""
-
-    #: largest packed size, as a share of the source's
-    bytes: float | None = None
-    #: largest predicted relative error (NMSE) of the final latents
-    error: float | None = None
-    #: least modelled speed-up
-    speed: float | None = None
-    #: least mean SSIM of pictures, which are made
-    ssim: float | None = None
-    #: globs of the treatments to choose among, besides 16-bit; empty: the recipe's
-    treatments: tuple[str, ...] = ()
-
-
-#: They are made again for every trial.
-_FEW = Sampling(count=8)
+#: Pictures of a goal of SSIM: they are made again for every trial.
+_FEW = 8
 
 
 @dataclass(frozen=True)
-class Pictures:
+class _Pictures:
     """What a goal of SSIM makes pictures with."""
 
     model: ModelLike
-    #: statistics of the model
     calibration: CalibrationLike
-    #: second moments of the model; None: no masks by SparseGPT
-    hessians: HessiansLike | None = None
-    #: a file with one prompt a line; None: the bundled set
-    prompts: Path | None = None
-    #: how many are made for every trial (8), in how many steps and from which noise
-    sampling: Sampling = _FEW
-    #: auto, cpu or cuda[:N]
-    device: str = "auto"
+    hessians: HessiansLike | None
+    prompts: Path | None
+    count: int
+    device: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,19 +90,30 @@ def optimize(
     *,
     recipe: RecipeLike = "fp8",
     output: str | Path | None = None,
-    budget: Budget = Budget(),
-    pictures: Pictures | None = None,
+    model: ModelLike | None = None,
+    calibration: CalibrationLike | None = None,
+    hessians: HessiansLike | None = None,
+    prompts: str | Path | None = None,
+    count: int = _FEW,
+    device: str = "auto",
     force: bool = False,
     progress: Progress = silent,
 ) -> Optimized:
-    """Choose a treatment for every layer within one budget.
+    """Choose a treatment for every layer within the recipe's budget.
+
+    A goal of SSIM makes pictures of a model, for which alone the arguments from ``model`` to
+    ``device`` are.
 
     Args:
         sensitivity: what ``measure_sensitivity`` found, or its file.
-        recipe: what the chosen recipe starts from.
+        recipe: what the chosen recipe starts from; its budget section is the goal.
         output: the recipe to write, a YAML file; None: nothing is written.
-        budget: the goal; one without goals leaves the recipe's.
-        pictures: model and calibration; wanted by a goal of SSIM and read by no other.
+        model: the pipeline.
+        calibration: statistics of the model.
+        hessians: second moments of the model; None: no masks by SparseGPT.
+        prompts: a file with one prompt a line; None: the bundled set.
+        count: pictures of every trial.
+        device: auto, cpu or cuda[:N].
         force: replace an existing file.
         progress: told of the pictures' denoising steps.
 
@@ -134,7 +122,7 @@ def optimize(
 
     Raises:
         ArtefactError: not a sensitivity.
-        InputError: a goal of SSIM without ``pictures``.
+        InputError: a goal of SSIM without model or calibration.
         RecipeError: no budget, or one that cannot be met.
     """
     path = as_path(output)
@@ -142,12 +130,18 @@ def optimize(
         check_file(path, force=force)
     measured = _opened(sensitivity)
     base = tuned(as_recipe(recipe), find_family("", measured.family))
-    wanted = _budget(base, budget)
+    budget = _budget(base)
     trials: tuple[Trial, ...] = ()
-    if wanted.ssim is None:
-        chosen = selection.choose(measured, base, wanted)
+    if budget.ssim is None:
+        chosen = selection.choose(measured, base, budget)
+    elif model is None or calibration is None:
+        raise RecipeError(
+            "budget ssim: pictures have to be made for it; give a model and a calibration too",
+            fields=("model", "calibration"),
+        )
     else:
-        chosen, trials = _search(measured, base, wanted, pictures, progress)
+        pictures = _Pictures(model, calibration, hessians, as_path(prompts), count, device)
+        chosen, trials = _search(measured, base, budget, pictures, progress)
     if path is not None:
         write_or_keep(partial(save_recipe, chosen.recipe, chosen.remarks, force=force), path)
     return Optimized(chosen, trials, path)
@@ -161,36 +155,23 @@ def _opened(sensitivity: SensitivityLike) -> Sensitivity:
     return load_sensitivity(Path(sensitivity))
 
 
-def _budget(recipe: Recipe, wanted: Budget) -> BudgetRecipe:
-    """Return the user's budget, with the recipe's where the user set nothing."""
-    given = BudgetRecipe() if recipe.budget is None else recipe.budget
-    goals = {name: getattr(wanted, name) for name in GOALS}
-    if all(goal is None for goal in goals.values()):
-        goals = {name: getattr(given, name) for name in GOALS}
-    treatments = wanted.treatments or given.treatments
-    budget = section_of(BudgetRecipe, goals | {"treatments": treatments})
-    if not budget.goals:
+def _budget(recipe: Recipe) -> BudgetRecipe:
+    if recipe.budget is None or not recipe.budget.goals:
         raise RecipeError(
-            f"recipe {recipe.name}: no budget; give bytes, error, speed or ssim, or give the "
-            "recipe a budget section",
-            fields=GOALS,
+            f"recipe {recipe.name}: no budget; set its bytes, error, speed or ssim",
+            fields=tuple(f"budget.{goal}" for goal in GOALS),
         )
-    return budget
+    return recipe.budget
 
 
 def _search(
     measured: Sensitivity,
     base: Recipe,
     budget: BudgetRecipe,
-    pictures: Pictures | None,
+    pictures: _Pictures,
     progress: Progress,
 ) -> tuple[Selection, tuple[Trial, ...]]:
     """Return the choice whose pictures keep the SSIM, and the trials on the way."""
-    if pictures is None:
-        raise RecipeError(
-            "budget ssim: pictures have to be made for it; give a model and a calibration too",
-            fields=("model", "calibration"),
-        )
     calibration = as_calibration(pictures.calibration)
     assert budget.ssim is not None
     assert calibration is not None
@@ -218,12 +199,11 @@ def _search(
 
 
 def _settings(
-    measured: Sensitivity, pictures: Pictures, device: torch.device
+    measured: Sensitivity, pictures: _Pictures, device: torch.device
 ) -> GenerationSettings:
-    section = pictures.sampling.apply(measured.recipe).calibration
-    texts = choose_prompts(pictures.prompts, pictures.sampling.count, device=device, last=True)
+    section = measured.recipe.calibration
     return make_settings(
-        texts,
+        choose_prompts(pictures.prompts, pictures.count, device=device, last=True),
         steps=section.steps,
         guidance=section.guidance,
         seed=section.seed,

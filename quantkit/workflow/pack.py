@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.models.recipe_check import refuse_unmatched_encoders
-from quantkit.packing import dry_run
+from quantkit.packing import dry_run as forecasts
 from quantkit.packing import pack_model as packing
 from quantkit.packing.dry_run import Forecast
 from quantkit.packing.summary import PackSummary
@@ -25,7 +25,6 @@ from quantkit.workflow.arguments import (
     as_masks,
     name_of,
     opened,
-    with_encoders,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from quantkit.recipe.schema import Recipe
     from quantkit.sparsity.maskfile import MaskSet
 
-__all__ = ["Forecast", "PackSummary", "pack", "plan_pack", "usual_threads"]
+__all__ = ["Forecast", "PackSummary", "pack", "usual_threads"]
 
 #: Beyond this, the disk and the memory bus are busy, and each thread costs 10 MB of buffers.
 MOST_THREADS = 8
@@ -49,11 +48,11 @@ def pack(
     calibration: CalibrationLike | None = None,
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,
-    text_encoders: str | None = None,
     threads: int | None = None,
     force: bool = False,
+    dry_run: bool = False,
     progress: Progress = silent,
-) -> PackSummary:
+) -> PackSummary | Any:
     """Write the packed checkpoint of a model: all of it, or nothing.
 
     Linear and Conv2d weights of the denoiser become codes, 2:4 sparse where the recipe says so, and
@@ -62,25 +61,26 @@ def pack(
     Args:
         model: a pipeline's or component's directory, a hub id, or opened.
         output: the directory to make.
-        recipe: what is wanted: a bundled name, a YAML file, or opened; None: what is
-            recommended for the model.
+        recipe: a bundled name, a YAML file, or opened.
         calibration: statistics of the model; None: weights are scaled from the weights alone.
         masks: of the model; None: the recipe's sparsity section decides.
         hessians: second moments of the model, for GPTQ rounding and SparseGPT masks.
-        text_encoders: fp8, int8, int4, int8-gptq or int4-gptq; None: as the recipe says, which is
-            not at all by default.
         threads: tensors in work at once; None: the cores, at most 8. The bytes do not depend on it.
         force: replace an existing output once the new one is complete.
+        dry_run: say what would be written; a calibration or second moments may still be missing.
         progress: told of tensors done.
 
     Returns:
-        what became of every layer.
+        what became of every layer; with ``dry_run``, where something that the recipe needs is
+        missing, a ``Forecast`` of all that does not depend on it.
 
     Raises:
         InputError: anything that is wrong with the input; ``output`` is as it was.
     """
-    source, chosen = _opened(model, with_encoders(recipe, text_encoders), Path(output), force=force)
+    source, chosen = _opened(model, recipe, Path(output), force=force)
     task = _PackInputs.of(source, chosen, calibration, masks, hessians)
+    if dry_run:
+        return _forecast(task, Path(output), progress)
     return packing.pack(
         task.model,
         task.recipe,
@@ -94,47 +94,14 @@ def pack(
     )
 
 
-def plan_pack(
-    model: ModelLike,
-    *,
-    output: str | Path,
-    recipe: RecipeLike = "fp8",
-    calibration: CalibrationLike | None = None,
-    masks: MasksLike | None = None,
-    hessians: HessiansLike | None = None,
-    text_encoders: str | None = None,
-    force: bool = False,
-    progress: Progress = silent,
-) -> PackSummary | Forecast:
-    """Say what ``pack`` would write; a calibration or second moments may still be missing.
-
-    Args:
-        model: a pipeline's or component's directory, a hub id, or opened.
-        output: the directory that would be made.
-        recipe: what is wanted: a bundled name, a YAML file, or opened; None: what is
-            recommended for the model.
-        calibration: statistics of the model.
-        masks: of the model; None: the recipe's sparsity section decides.
-        hessians: second moments of the model.
-        text_encoders: fp8, int8, int4, int8-gptq or int4-gptq; None: as the recipe says.
-        force: an existing output would be replaced.
-        progress: told of masks that must be known first.
-
-    Returns:
-        what ``pack`` would return; or, where something that the recipe needs is missing, a forecast
-        of all that does not depend on it.
-
-    Raises:
-        InputError: anything that is wrong with the input.
-    """
-    source, chosen = _opened(model, with_encoders(recipe, text_encoders), Path(output), force=force)
-    task = _PackInputs.of(source, chosen, calibration, masks, hessians)
-    missing = dry_run.missing_artefacts(
+def _forecast(task: _PackInputs, output: Path, progress: Progress) -> PackSummary | Forecast:
+    """Return what packing would write, without the layers that a missing artefact decides."""
+    missing = forecasts.missing_artefacts(
         task.recipe, calibration=task.calibration, masks=task.masks, hessians=task.hessians
     )
     if missing:
-        return dry_run.forecast_pack(
-            task.model, task.recipe, Path(output), missing=missing, masks=task.masks
+        return forecasts.forecast_pack(
+            task.model, task.recipe, output, missing=missing, masks=task.masks
         )
     plan = packing.plan_pack(
         task.model,
@@ -144,7 +111,7 @@ def plan_pack(
         hessians=task.hessians,
         progress=progress,
     )
-    return packing.summarize(plan, Path(output))
+    return packing.summarize(plan, output)
 
 
 def _opened(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from quantkit.errors import ArtefactError
 from quantkit.models.layer_plan import dense_reason
@@ -31,7 +32,7 @@ from quantkit.workflow.recovery_result import Recovery, RecoveryPlan
 from quantkit.workflow.recovery_settings import Training, as_packed, refuse_foreign
 from quantkit.workflow.sparsify import Sparsified
 
-__all__ = ["Recovery", "RecoveryPlan", "Tell", "Training", "plan_recovery", "recover", "unheard"]
+__all__ = ["Recovery", "RecoveryPlan", "Tell", "Training", "recover", "unheard"]
 
 
 def recover(
@@ -47,10 +48,11 @@ def recover(
     masks_output: str | Path | None = None,
     device: str = "auto",
     force: bool = False,
+    dry_run: bool = False,
     commands: Sequence[str] = (),
     progress: Progress = silent,
     tell: Tell = unheard,
-) -> Recovery | None:
+) -> Recovery | Any:
     """Make up for what masks, or packing with the recipe, cost the pictures of a pipeline.
 
     distill trains the denoiser on what the dense one answers along its own trajectories, masked,
@@ -71,12 +73,14 @@ def recover(
         masks_output: where the masks for the output go; None: ``OUTPUT.masks.safetensors``.
         device: auto, cpu or cuda[:N].
         force: replace existing outputs, and a saved training.
+        dry_run: say how many layers are masked and compute as packed, and train nothing.
         commands: what a reader types to make it again.
         progress: told of percents of the training, or of layers.
         tell: told a line about every loss or look.
 
     Returns:
-        how it went; None in all but the first of several processes.
+        how it went, or with ``dry_run`` a ``RecoveryPlan``; None in all but the first of several
+        processes.
 
     Raises:
         InputError: a model, masks, second moments, prompts or settings that cannot be used, or an
@@ -87,6 +91,8 @@ def recover(
     source, chosen = opened(model, recipe)
     mask_set = as_masks(masks)
     refuse_foreign(method, training)
+    if dry_run:
+        return _plan(source.components[0], chosen, mask_set, method, training)
     _refuse_moments(method, hessians, prompts)
     job = Job(
         source,
@@ -121,36 +127,12 @@ def _choose_and_update(job: Job, hessians: HessiansLike | None) -> Recovery | No
     return recovery and replace(recovery, chosen=Sparsified(masks, job.output))
 
 
-def plan_recovery(
-    model: ModelLike,
-    *,
-    method: str = "distill",
-    recipe: RecipeLike = "fp8",
-    masks: MasksLike | None = None,
-    training: Training = Training(),  # noqa: B008  frozen
+def _plan(
+    component: Component, recipe: Recipe, masks: MaskSet | None, method: str, training: Training
 ) -> RecoveryPlan:
-    """Say what ``recover`` would work on.
-
-    Args:
-        model: the dense pipeline: its directory, a hub id, or opened.
-        method: distill or obs.
-        recipe: what the result will be packed with.
-        masks: which weights are kept; None: all.
-        training: of which ``quantize`` counts.
-
-    Returns:
-        how many layers are masked, and how many compute as packed.
-
-    Raises:
-        InputError: masks or a recipe that do not fit the model.
-    """
-    source, chosen = opened(model, recipe)
-    component = source.components[0]
-    found = as_masks(masks)
-    refuse_foreign(method, training)
-    kept = _kept(component, chosen, found, method)
-    quantize = method == "distill" and as_packed(training, masked=found is not None)
-    quants = plan_quants(component, chosen, kept) if quantize else {}
+    kept = _kept(component, recipe, masks, method)
+    quantize = method == "distill" and as_packed(training, masked=masks is not None)
+    quants = plan_quants(component, recipe, kept) if quantize else {}
     return RecoveryPlan(len(kept), len(quants))
 
 

@@ -11,7 +11,7 @@ from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, Tell
 from quantkit.recipe.schema import Recipe
 from quantkit.recovery.distill import distillation as distilling
-from quantkit.recovery.distill.early_stopping import TrainingProgress
+from quantkit.recovery.distill.training_progress import TrainingProgress
 from quantkit.recovery.distill.training_resume import refuse_unfinished
 from quantkit.recovery.obs_update import UpdatedTensors
 from quantkit.recovery.recovered_model import refuse_outputs, write_recovered
@@ -22,6 +22,9 @@ from quantkit.storage.places import refuse_file
 from quantkit.workflow.arguments import PromptsLike, as_prompts
 from quantkit.workflow.recovery_result import Recovery
 from quantkit.workflow.recovery_settings import Training, as_packed, settings_of
+
+#: Seconds after which a training is saved again.
+_SAVED_EVERY = 600.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +69,7 @@ class Job:
     @property
     def keeping(self) -> distilling.Keeping:
         """How often the training is saved there."""
-        return distilling.Keeping(self.file, self.training.save_every, self.training.resume)
+        return distilling.Keeping(self.file, _SAVED_EVERY, self.training.resume)
 
     def refuse(self) -> None:
         """Refuse outputs that cannot be, before anything long begins."""

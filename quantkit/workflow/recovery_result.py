@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.recovery.distill.early_stopping import ScoredStep, TrainingProgress
+from quantkit.recovery.distill.training_progress import ScoredStep, TrainingProgress
 from quantkit.workflow.sparsify import Sparsified
 
 

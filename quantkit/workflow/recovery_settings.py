@@ -21,31 +21,16 @@ class Training:
     batch: int | None = None
     #: the highest learning rate: 3e-4
     rate: float | None = None
-    #: denoising steps of a trajectory: the recipe's
-    sampling_steps: int | None = None
     #: prompts denoised at a time: 256, on a CPU 16
     sampling_batch: int | None = None
     #: how many are kept at a time: 4096, on a CPU 64
     trajectories: int | None = None
-    #: guidance scale: the recipe's
-    guidance: float | None = None
-    #: steps after which pictures are compared with the teacher's: 500; 0: never
-    watch_every: int | None = None
-    #: stop when so many comparisons in a row brought nothing better, and keep the best; None: train
-    #: to the end
-    patience: int | None = None
-    #: seconds after which the training is saved, beside the output
-    save_every: float = 600.0
     #: go on with the saved training
     resume: bool = False
     #: recompute activations, for less memory
     checkpointing: bool = False
     #: keep optimizer and average in the CPU's memory; implies checkpointing
     offload: bool = False
-    #: CUDA graphs, which make training a quarter faster
-    graphs: bool = True
-    #: of the first noise: the recipe's
-    seed: int | None = None
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -59,8 +44,7 @@ METHODS = ("distill", "obs")
 _ON_CPU = DistillSettings(batch=16, sampling_batch=16, trajectories=64)
 
 #: Settings that have one name, and no other meaning, for users and for the training.
-_SAME = ("steps", "batch", "rate", "sampling_batch", "trajectories", "patience", "checkpointing",
-         "offload", "graphs")  # fmt: skip
+_SAME = ("steps", "batch", "rate", "sampling_batch", "trajectories", "checkpointing", "offload")
 
 
 def refuse_foreign(method: str, training: Training) -> None:
@@ -98,14 +82,12 @@ def settings_of(training: Training, run: CalibrationRecipe, *, on_cpu: bool) -> 
     """
     base = _ON_CPU if on_cpu else DistillSettings()
     same = {name: getattr(training, name) for name in _SAME if name in training.changed}
-    watch = training.watch_every
     return replace(
         base,
         seconds=_seconds(training, base.seconds),
-        sampling_steps=training.sampling_steps or run.steps,
-        guidance=run.guidance if training.guidance is None else training.guidance,
-        seed=run.seed if training.seed is None else training.seed,
-        watch_every=(base.watch_every if watch is None else watch) or None,
+        sampling_steps=run.steps,
+        guidance=run.guidance,
+        seed=run.seed,
         **same,
     )
 

@@ -130,10 +130,11 @@ def run(
     device: str = "auto",
     force: bool = False,
     resume: bool = False,
+    dry_run: bool = False,
     commands: Sequence[str] = (),
     progress: Progress = silent,
     tell: Tell = unheard,
-) -> Report:
+) -> Report | Any:
     """Calibrate, sparsify, pack and evaluate a pipeline with one recipe.
 
     Args:
@@ -148,12 +149,14 @@ def run(
         force: replace an existing output.
         resume: go on with an output of the same run: what is complete in it is not made again,
             only the report is.
+        dry_run: say what would be written, and write nothing.
         commands: what a reader types to make the report again.
         progress: told of every step.
         tell: told before the long work what will be done, a line at a time.
 
     Returns:
-        the report; ``passed`` says whether the gates hold.
+        the report; ``passed`` says whether the gates hold. With ``dry_run`` a ``RunPlan``: files,
+        prompts, and the layers and bytes of what would be packed.
 
     Raises:
         InputError: a recipe, model, prompts or networks that cannot be used, or an output that
@@ -164,6 +167,8 @@ def run(
     place = choose_device(device)
     pictures = task.pictures(settings, place)
     record = task.record(settings, place)
+    if dry_run:
+        return task.plan(pictures, record)
     resumed = resume and task.output.exists()
     if resumed:
         record.refuse_other(task.output)
@@ -207,39 +212,6 @@ def run(
     if not resumed:
         record.remember(perf_counter() - started)
     return report
-
-
-def plan_run(
-    model: ModelLike,
-    *,
-    recipe: RecipeLike,
-    output: str | Path,
-    settings: EvaluationSettings = EvaluationSettings(),  # noqa: B008  frozen
-    device: str = "auto",
-    force: bool = False,
-    resume: bool = False,
-) -> RunPlan:
-    """Say what ``run`` would write; it takes the same arguments.
-
-    Args:
-        model: a pipeline: its directory, a hub id, or opened.
-        recipe: what would be done.
-        output: the folder that would be made.
-        settings: which pictures would be made.
-        device: auto, cpu or cuda[:N].
-        force: an existing output would be replaced.
-        resume: an existing output would be gone on with.
-
-    Returns:
-        files, prompts, and the layers and bytes of what would be packed.
-
-    Raises:
-        InputError: a recipe, model or prompts that cannot be used, or an output that exists.
-    """
-    task = _RunInputs.of(model, recipe, output, force=force or resume)
-    place = choose_device(device)
-    pictures = task.pictures(settings, place)
-    return task.plan(pictures, task.record(settings, place))
 
 
 @dataclass(frozen=True, eq=False)

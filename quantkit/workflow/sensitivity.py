@@ -20,7 +20,6 @@ from quantkit.workflow.arguments import (
     ModelLike,
     PromptsLike,
     RecipeLike,
-    Sampling,
     as_path,
     as_prompts,
     opened,
@@ -69,7 +68,7 @@ def measure_sensitivity(
     plot: str | Path | None = None,
     measure: int = MEASURED,
     prompts: PromptsLike | None = None,
-    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+    count: int | None = None,
     device: str = "auto",
     force: bool = False,
     progress: Progress = silent,
@@ -89,7 +88,7 @@ def measure_sensitivity(
         plot: a drawing to write, as .svg, .png or .pdf.
         measure: most layers to run in the pipeline; 0 runs none.
         prompts: texts, or a file with one a line; None: the bundled set.
-        sampling: in place of the recipe's; its count is one batch by default.
+        count: use the first so many prompts; None: one batch.
         device: auto, cpu or cuda[:N].
         force: replace existing files.
         progress: told of layers done.
@@ -107,8 +106,7 @@ def measure_sensitivity(
     for path in files:
         check_file(path, force=force)
     source, chosen = opened(model, recipe)
-    chosen = sampling.apply(chosen)
-    texts = as_prompts(prompts)[: sampling.count or chosen.calibration.batch]
+    texts = as_prompts(prompts)[: count or chosen.calibration.batch]
     statistics = load_calibration(Path(calibration))
     subject = MeasuredModel.of(source, chosen, statistics, surgeon_of(hessians, device))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.progress import Progress, silent
+from quantkit.recipe.load import change_recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import MaskSet, save_masks
 from quantkit.storage.files import write_or_keep
@@ -19,7 +20,6 @@ from quantkit.workflow.arguments import (
     as_path,
     opened,
     surgeon_of,
-    with_rule,
 )
 
 
@@ -68,10 +68,6 @@ def sparsify(
     output: str | Path | None = None,
     calibration: CalibrationLike | None = None,
     hessians: HessiansLike | None = None,
-    pattern: str | None = None,
-    method: str | None = None,
-    error_budget: float | None = None,
-    update: bool = False,
     device: str = "auto",
     force: bool = False,
     dry_run: bool = False,
@@ -86,12 +82,6 @@ def sparsify(
         calibration: statistics of the model; errors count its inputs' mean squares.
         hessians: second moments of the model; errors are then the outputs' own, correlations
             between channels included.
-        pattern: as 2:4; None: the recipe's.
-        method: magnitude, wanda (with a calibration or second moments) or sparsegpt (with second
-            moments); None: the recipe's.
-        error_budget: mask only layers that lose at most this share of their output's power.
-        update: errors are those after the kept weights made up for the dropped ones, as ``recover``
-            with method obs lets them; wants second moments. With sparsegpt they always are.
         device: auto, cpu or cuda[:N]: where second moments are computed with.
         force: replace an existing file.
         dry_run: decide, and write nothing.
@@ -108,7 +98,8 @@ def sparsify(
     if path is not None:
         check_file(path, force=force)
     source, chosen = opened(model, recipe)
-    chosen = with_rule(chosen, pattern=pattern, method=method, error_budget=error_budget)
+    if chosen.sparsity is None:
+        chosen = change_recipe(chosen, {"sparsity": {}})
     chosen.refuse_budget()
     if path is not None:
         refuse_overlap(path, source.path)
@@ -117,7 +108,7 @@ def sparsify(
         chosen,
         as_calibration(calibration),
         surgeon=surgeon_of(hessians, device),
-        update=update,
+        update=hessians is not None and chosen.weight.rounding == "gptq",
         progress=progress,
     )
     written = None if dry_run else path

@@ -25,6 +25,7 @@ from quantkit.models.timestep import bucket_of
 from quantkit.pipelines.batches import split_batches
 from quantkit.pipelines.running import load_pipeline, quiet_libraries, run_batch
 from quantkit.progress import silent
+from quantkit.recipe.load import change_recipe
 from quantkit.storage.artefact import read_artefact, write_artefact
 from tests.support.artefacts import attention_statistics
 from tests.support.observed import FIELDS as LAYER_FIELDS
@@ -299,7 +300,7 @@ def test_pooling_is_what_one_bucket_has_seen(unet):
 
 
 def test_merged_halves_are_the_whole_run(sd, sd_calibration):
-    later = RECIPE.with_calibration({"seed": 9})
+    later = change_recipe(RECIPE, {"calibration.seed": 9})
     halves = {
         "a": calibrate(sd, RECIPE, PROMPTS[:2], device="cpu", progress=silent),
         "b": calibrate(sd, later, PROMPTS[2:], device="cpu", progress=silent),

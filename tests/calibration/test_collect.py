@@ -22,6 +22,7 @@ from quantkit.pipelines.running import (
     run_batch,
 )
 from quantkit.progress import silent
+from quantkit.recipe.load import change_recipe
 from tests.support.observed import FIELDS, PROMPTS, RECIPE, TwoAtOnce, statistics_of
 from tests.support.pipelines import small_pictures, tiny_flux_pipeline
 
@@ -103,7 +104,7 @@ def test_edges_are_in_the_unit_of_the_call(source, calibration):
 
 def test_batches_that_run_at_once_give_the_same_statistics(source, monkeypatch):
     """Odd ones at the end too: three batches, of two, two and one prompts."""
-    recipe = RECIPE.with_calibration({"prompts": 5})
+    recipe = change_recipe(RECIPE, {"calibration.prompts": 5})
     prompts = (*PROMPTS, "a house", "seven green boats on a lake")
     wanted = calibrate(source, recipe, prompts, device="cpu", progress=silent)
     monkeypatch.setattr(collect, "GrowingBatches", TwoAtOnce)
@@ -141,7 +142,7 @@ def test_calibration_survives_its_file(source, calibration, tmp_path):
 
 def test_batches_change_nothing_but_rounding(sd, sd_calibration):
     one = calibrate(
-        sd, RECIPE.with_calibration({"batch": 1}), PROMPTS, device="cpu", progress=silent
+        sd, change_recipe(RECIPE, {"calibration.batch": 1}), PROMPTS, device="cpu", progress=silent
     )
     for name, statistics in sd_calibration.layers["unet"].items():
         other = one.layers["unet"][name]
@@ -154,7 +155,11 @@ def test_batches_change_nothing_but_rounding(sd, sd_calibration):
 
 def test_guidance_and_prompts_reach_the_pipeline(sd, sd_calibration):
     unguided = calibrate(
-        sd, RECIPE.with_calibration({"guidance": 1.0}), PROMPTS, device="cpu", progress=silent
+        sd,
+        change_recipe(RECIPE, {"calibration.guidance": 1.0}),
+        PROMPTS,
+        device="cpu",
+        progress=silent,
     )
     name = "mid_block.attentions.0.proj_in"
     counts = [c.layers["unet"][name].count.sum() for c in (sd_calibration, unguided)]
@@ -173,7 +178,7 @@ def test_progress_ends_at_its_total(sd):
     seen = {}
     calibrate(
         sd,
-        RECIPE.with_calibration({"prompts": 1}),
+        change_recipe(RECIPE, {"calibration.prompts": 1}),
         PROMPTS,
         device="cpu",
         progress=lambda step, done, total: seen.__setitem__(step, (done, total)),

@@ -20,7 +20,7 @@ from quantkit.pipelines.running import load_pipeline, run_prompts
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.workflow.build import build
-from quantkit.workflow.pack import Forecast, pack, plan_pack
+from quantkit.workflow.pack import Forecast, pack
 from quantkit.workflow.verify import verify
 from tests.support.encoders import ENCODERS, encoder_class, make_encoder
 from tests.support.pipelines import tiny_flux_pipeline, tiny_pipeline
@@ -219,7 +219,7 @@ def test_an_encoder_alone_takes_the_moments_of_its_pipeline(tmp_path):
 
 def test_missing_moments_are_named(tmp_path):
     model = open_model(tiny_pipeline(tmp_path / "model"))
-    planned = plan_pack(model, output=tmp_path / "o", recipe=recipe_with())
+    planned = pack(model, output=tmp_path / "o", recipe=recipe_with(), dry_run=True)
     assert isinstance(planned, Forecast)
     assert planned.missing == ("hessians",)
     with pytest.raises(RecipeError, match="rounding gptq needs second moments"):
@@ -245,7 +245,7 @@ def test_layers_are_found_under_the_names_of_transformers(class_name, tmp_path):
 def test_the_command_says_what_it_would_observe(tmp_path):
     source = tiny_pipeline(tmp_path / "model")
     arguments = [str(source), "-r", "fp8", "-o", str(tmp_path / "h"), "-n", "--json"]
-    done = CliRunner().invoke(command, [*arguments, "--text-encoders", "int4-gptq"])
+    done = CliRunner().invoke(command, [*arguments, "--set", "text_encoders=int4-gptq"])
     assert done.exit_code == 0, done.output
     (found,) = json.loads(done.stdout)["components"].items()
     assert found[0] == "text_encoder"

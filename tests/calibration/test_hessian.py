@@ -34,7 +34,7 @@ from quantkit.models.source import open_model
 from quantkit.pipelines import running
 from quantkit.pipelines.running import load_pipeline, run_prompts
 from quantkit.progress import silent
-from quantkit.recipe.load import load_recipe
+from quantkit.recipe.load import change_recipe, load_recipe
 from quantkit.storage.places import check_directory
 from tests.support.moments import add_input
 from tests.support.observed import TwoAtOnce
@@ -183,7 +183,15 @@ def model(tmp_path_factory):
 
 
 def recipe_with(**settings):
-    return load_recipe("fp8").with_calibration({"prompts": 3, "steps": 3, "batch": 2, **settings})
+    return change_recipe(
+        load_recipe("fp8"),
+        {
+            "calibration.prompts": 3,
+            "calibration.steps": 3,
+            "calibration.batch": 2,
+            **{f"calibration.{n}": v for n, v in settings.items()},
+        },
+    )
 
 
 def take(model, output, recipe=None, memory=GIB):
@@ -413,7 +421,7 @@ def test_the_command_says_what_it_would_do_and_does_it(model, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     output = tmp_path / "h"
-    base = [str(model.path), "--prompts", str(prompts), "--count", "1", "--steps", "2", "-q"]
+    base = [str(model.path), "--prompts", str(prompts), "--count", "1", "-q"]
     base += ["-o", str(output), "--device", "cpu", "--json", "-r", "fp8-two"]
     recipe = tmp_path / "fp8-two.yaml"
     recipe.write_text("name: two\ncalibration: {steps: 2, buckets: 1}\n")

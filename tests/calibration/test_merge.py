@@ -14,6 +14,7 @@ from quantkit.calibration.statistics.merge import merge
 from quantkit.cli.calibrate_command import calibrate as calibrate_command
 from quantkit.errors import ArtefactError, OutputError
 from quantkit.progress import silent
+from quantkit.recipe.load import change_recipe
 from tests.support.observed import (
     FIELDS,
     PROMPTS,
@@ -28,7 +29,7 @@ from tests.support.observed import (
 @pytest.fixture(scope="module")
 def halves(sd):
     """Calibrations of the first two prompts and of the last, as the run over all three has them."""
-    later = RECIPE.with_calibration({"seed": 9})
+    later = change_recipe(RECIPE, {"calibration.seed": 9})
     return {
         "a": calibrate(sd, RECIPE, PROMPTS[:2], device="cpu", progress=silent),
         "b": calibrate(sd, later, PROMPTS[2:], device="cpu", progress=silent),

@@ -1,6 +1,7 @@
 """Calibrating pipelines that call their denoisers as no other does: videos, two experts."""
 
 import functools
+from typing import Any
 
 import diffusers
 import pytest
@@ -34,14 +35,14 @@ def wan(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_both_experts_of_a_video_pipeline_are_packed(wan, tmp_path, name):
-    settings = {"prompts": ["a cat", "a dog"], "recipe": name, "device": "cpu"}
-    sampling = quantkit.Sampling(steps=4, batch=1)
+    recipe = load_recipe(name, {"calibration.steps": 4, "calibration.batch": 1})
+    settings: dict[str, Any] = {"prompts": ["a cat", "a dog"], "recipe": recipe, "device": "cpu"}
     calibration = tmp_path / "calibration.safetensors"
-    quantkit.calibrate(wan, output=calibration, sampling=sampling, **settings)
+    quantkit.calibrate(wan, output=calibration, **settings)
     hessians = None
     if load_recipe(name).needs_hessians:
         hessians = tmp_path / "hessians"
-        quantkit.calibrate_hessians(wan, output=hessians, sampling=sampling, **settings)
+        quantkit.calibrate_hessians(wan, output=hessians, **settings)
     quantkit.pack(
         wan, output=tmp_path / "packed", recipe=name, calibration=calibration, hessians=hessians
     )

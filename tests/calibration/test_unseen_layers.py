@@ -24,7 +24,7 @@ from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.sparsegpt import Surgeon
 from quantkit.workflow.calibrate import merge_calibrations
 from quantkit.workflow.hessians import calibrate_hessians
-from quantkit.workflow.pack import PackSummary, plan_pack
+from quantkit.workflow.pack import PackSummary, pack
 from tests.support.observed import statistics_of
 from tests.support.pipelines import tiny_gated_pipeline
 
@@ -34,12 +34,15 @@ def model(tmp_path_factory):
     return tiny_gated_pipeline(tmp_path_factory.mktemp("gated") / "model")
 
 
+def five_steps(seed=0):
+    return load_recipe("int8", {"calibration.steps": 5, "calibration.seed": seed})
+
+
 @pytest.fixture(scope="module")
 def calibrated(model):
     return quantkit.calibrate(
-        model, recipe="int8", output=model.parent / "calibration",
-        sampling=quantkit.Sampling(count=1, steps=5),
-    )  # fmt: skip
+        model, recipe=five_steps(), output=model.parent / "calibration", count=1
+    )
 
 
 def test_calibrating_names_what_no_prompt_calls(calibrated):
@@ -59,8 +62,12 @@ def open_of(calibrated):
 
 @pytest.mark.parametrize("recipe", ["int8", "fp8-static", "fp8-sparse", "fp8"])
 def test_unseen_layers_are_kept_where_statistics_would_decide(model, calibrated, recipe):
-    packed = plan_pack(
-        model, recipe=recipe, calibration=calibrated.output, output=model.parent / "packed"
+    packed = pack(
+        model,
+        dry_run=True,
+        recipe=recipe,
+        calibration=calibrated.output,
+        output=model.parent / "packed",
     )
     assert isinstance(packed, PackSummary)
     kept = packed.kept().get(UNSEEN, [])
@@ -75,16 +82,17 @@ def test_layers_that_nobody_listened_to_are_still_refused(model, calibrated):
     other = replace(calibrated.calibration, metadata=replace(about, digests=digests))
     save_calibration(other, model.parent / "other", force=True)
     with pytest.raises(ArtefactError, match=f"no statistics of layer {unknown}"):
-        plan_pack(
-            model, recipe="int8", calibration=model.parent / "other", output=model.parent / "packed"
+        pack(
+            model,
+            dry_run=True,
+            recipe="int8",
+            calibration=model.parent / "other",
+            output=model.parent / "packed",
         )
 
 
 def test_merging_takes_what_any_run_saw(model, calibrated, tmp_path):
-    quantkit.calibrate(
-        model, recipe="int8", output=tmp_path / "b",
-        sampling=quantkit.Sampling(count=1, steps=5, seed=7),
-    )  # fmt: skip
+    quantkit.calibrate(model, recipe=five_steps(seed=7), output=tmp_path / "b", count=1)
     first, second = calibrated.calibration, load_calibration(tmp_path / "b")
     lost = dict(second.layers["unet"])
     name = next(iter(lost))
@@ -113,15 +121,19 @@ def rounded(recipe):
 
 def test_moments_of_unseen_layers_are_no_moments(model, tmp_path):
     taken = calibrate_hessians(
-        model, recipe="int4", output=tmp_path / "hessians",
-        sampling=quantkit.Sampling(count=1, steps=10),
+        model, recipe=load_recipe("int4", {"calibration.steps": 10}), output=tmp_path / "hessians",
+        count=1,
     )  # fmt: skip
     unseen = taken.hessians.unseen["unet"]
     assert sum(".fuser." in name for name in unseen) > 10
     assert f"{len(unseen)} layers, unet.{unseen[0]}" in repr(taken)
     assert taken.to_json()["unseen"] == {"unet": list(unseen)}
-    packed = plan_pack(
-        model, recipe=rounded(load_recipe("fp8")), hessians=taken.output, output=tmp_path / "packed"
+    packed = pack(
+        model,
+        dry_run=True,
+        recipe=rounded(load_recipe("fp8")),
+        hessians=taken.output,
+        output=tmp_path / "packed",
     )
     assert isinstance(packed, PackSummary)
     assert packed.kept()[UNSEEN] == list(unseen)

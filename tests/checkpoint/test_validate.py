@@ -231,7 +231,8 @@ def test_what_pack_writes_keeps_every_rule(packed):
 
 def test_the_class_of_a_component_is_that_of_its_own_config(pipeline_dir, tmp_path):
     """Loaders of a component alone read no index of a pipeline."""
-    quantkit.pack(pipeline_dir, recipe="fp8", text_encoders="int8", output=tmp_path / "packed")
+    recipe = quantkit.load_recipe("fp8", {"text_encoders": "int8"})
+    quantkit.pack(pipeline_dir, recipe=recipe, output=tmp_path / "packed")
     index = tmp_path / "packed" / "model_index.json"
     values = json.loads(index.read_text())
     index.write_text(json.dumps({**values, "unet": ["diffusers", "SD3Transformer2DModel"]}))

@@ -47,7 +47,7 @@ def test_a_file_is_packed_reported_and_written_again(exported, transformer_pipel
     report = json.loads(
         run(
             "eval", "report", exported, packed, *config, "-o", tmp_path / "report", "--count", 1,
-            "--steps", 1, "--without", "lpips", "--without", "clip", "--no-noise-floor",
+            "--steps", 1, "--lpips-weights", "none", "--clip", "none", "--no-noise-floor",
             "--device", "cpu", "--json", "-q", code=3,
         )
     )  # fmt: skip
@@ -63,8 +63,8 @@ def test_a_file_is_packed_reported_and_written_again(exported, transformer_pipel
 def test_other_commands_take_the_file(exported, transformer_pipeline_dir, tmp_path):
     config = ("--config", transformer_pipeline_dir)
     output = tmp_path / "calibration.safetensors"
-    run("calibrate", "model", exported, *config, "-o", output, "--count", 1, "--steps", 4,
-        "--device", "cpu", "-q")  # fmt: skip
+    run("calibrate", "model", exported, *config, "-o", output, "--count", 1,
+        "--set", "calibration.steps=4", "--device", "cpu", "-q")  # fmt: skip
     said = run("pack", exported, *config, "-r", "fp8-static", "-c", output, "-o", tmp_path / "p")
     assert "e4m3fn" in said
 

@@ -1,6 +1,7 @@
 """Every option of every command, given nonsense: exit code 2 and one line, and no traceback."""
 
 import os
+import shlex
 from pathlib import Path
 
 import click
@@ -10,6 +11,7 @@ from PIL import Image
 
 from quantkit import resources
 from quantkit.cli import options, quantkit
+from quantkit.cli.command import GROUPS, Command
 from quantkit.errors import InputError
 from quantkit.packing.pack_model import pack
 from quantkit.progress import silent
@@ -19,7 +21,7 @@ from quantkit.recipe.load import load_recipe
 OUTPUTS = {"output", "masks_output", "plot", "save", "save_baseline", "scratch"}
 #: Options without which others are not looked at: (command, parameter) -> more arguments.
 NEEDED = {
-    **{("calibrate optimize", name): {"ssim": "0.9"}
+    **{("calibrate optimize", name): {"set": "budget.ssim=0.9"}
        for name in ("model", "calibration", "hessians", "prompts", "device")},
     **{("sparsify", name): {"recover": "distill"} for name in ("prompts", "device")},
     ("eval images", "clip"): {"prompts": "prompts.txt"},
@@ -172,6 +174,70 @@ def test_every_number_is_bounded_or_finite():
         or type(parameter.type) is click.types.IntParamType
     ]
     assert not plain
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_example_of_a_command_is_one_of_it(name):
+    command = COMMANDS[name]
+    assert isinstance(command, Command)
+    program, *words = shlex.split(command.example)
+    assert [program, *words[: len(name.split(" "))]] == ["quantkit", *name.split(" ")]
+    context = click.Context(command)
+    given, rest, _ = command.make_parser(context).parse_args(words[len(name.split(" ")) :])
+    assert not rest
+    missing = {p.name for p in command.params if p.required} - {n for n, v in given.items() if v}
+    assert not missing
+
+
+def test_headings_name_options_that_there_are():
+    known = {parameter.name for command in COMMANDS.values() for parameter in command.params}
+    assert {name for names in GROUPS.values() for name in names} <= known
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("calibration.steps", "found no '='"),
+        ("calibration.steps=[", "not YAML"),
+        ("calibration.stps=1", "did you mean 'steps'"),
+        ("weight=fp8", "weight: Input should be"),
+        ("weight.format.x=1", "weight.format is no table"),
+        ("calibration.steps=0", "calibration.steps: Input should be"),
+        ("=1", "unknown key ''"),
+    ],
+)
+def test_a_change_of_a_recipe_that_cannot_be(model, change, words):
+    line = ["pack", str(model.path), "-o", "nowhere", "--set", change]
+    result = CliRunner().invoke(quantkit, line)
+    assert words in f"{result.output} {result.exception}"
+
+
+def test_changes_of_a_recipe_are_those_of_a_file(model, tmp_path):
+    """Written into a copy of the YAML file they give the same bytes."""
+    text = (resources.recipes() / "fp8.yaml").read_text(encoding="utf-8")
+    (tmp_path / "r.yaml").write_text(f"{text}\nkeep: [conv_in, 'down_blocks.*']\nsmooth: null\n")
+    changes = ("--set", "keep=[conv_in, 'down_blocks.*']", "--set", "smooth=")
+    for output, how in (("a", ("-r", str(tmp_path / "r.yaml"))), ("b", ("-r", "fp8", *changes))):
+        line = ["pack", str(model.path), *how, "-o", str(tmp_path / output), "-q"]
+        result = CliRunner().invoke(quantkit, line)
+        assert result.exit_code == 0, result.output
+    for file in (tmp_path / "a" / "unet").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / "unet" / file.name).read_bytes()
+
+
+def test_changes_without_a_recipe_are_refused(model):
+    line = ["export", str(model.path), "--to", "fp8r", "-o", "x", "--set", "keep=[a]"]
+    result = CliRunner().invoke(quantkit, line)
+    assert result.exit_code == 2
+    assert "--set" in result.output
+    assert "needs --recipe" in result.output
+
+
+@pytest.mark.parametrize("gate", ["ssim", "ssim=", "ssim=nan", "ssim=x", "fid=1", "=1", ""])
+def test_a_gate_that_cannot_be(gate):
+    result = CliRunner().invoke(quantkit, ["eval", "images", "a", "b", "--gate", gate])
+    assert result.exit_code == 2
+    assert "expected ssim, lpips, clip, broken" in result.output
 
 
 def test_paths_of_the_table_are_there():

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from quantkit.errors import InputError, NonFiniteError, OutputError
 
-NO_NETWORKS = ("--without", "lpips", "--without", "clip", "--quiet")
+NO_NETWORKS = ("--lpips-weights", "none", "--clip", "none", "--quiet")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_run_compares_what_calibration_did_not_see(
     pipeline_dir, tmp_path, caplog, count, given, compared, warned
 ):
     from quantkit.workflow.evaluate import EvaluationSettings
-    from quantkit.workflow.run import plan_run
+    from quantkit.workflow.run import RunPlan, run
 
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
@@ -148,7 +148,10 @@ def test_run_compares_what_calibration_did_not_see(
     )
     settings = EvaluationSettings(prompts=given, count=count)
     output = tmp_path / "out"
-    plan = plan_run(pipeline_dir, recipe=recipe, output=output, settings=settings, device="cpu")
+    plan = run(
+        pipeline_dir, recipe=recipe, output=output, settings=settings, device="cpu", dry_run=True
+    )
+    assert isinstance(plan, RunPlan)
     assert list(plan.pictures.prompts) == compared
     assert f"evaluation: {len(compared)} prompts, 20 steps" in repr(plan)
     assert [warned in message for message in caplog.messages] == [True] * (warned is not None)
@@ -256,7 +259,7 @@ def test_a_watched_report_tells_of_the_worst_pair(ran, pipeline_dir, tmp_path, q
 
     given = (
         "report", pipeline_dir, ran[0] / "packed", "-o", tmp_path / "out", "--watch", "--count", 2,
-        "--batch", 1, "--steps", 1, "--no-noise-floor", "--without", "lpips", "--without", "clip",
+        "--batch", 1, "--steps", 1, "--no-noise-floor", "--lpips-weights", "none", "--clip", "none",
     )  # fmt: skip
     result = CliRunner().invoke(evaluate, [*map(str, given), *quiet])
     assert result.exit_code in {0, 1, 3}, result.output
@@ -332,7 +335,7 @@ def test_eval_report_fails_with_1_and_warns_of_a_foreign_original(ran, prompt_fi
     other = tiny_pipeline(tmp_path / "other", seed=5)
     result = eval_report(
         other, ran[0] / "packed", "-o", tmp_path / "r", "--prompts", prompt_file,
-        "--count", 3, "--steps", 1, "--gate-ssim", 1,
+        "--count", 3, "--steps", 1, "--gate", "ssim=1",
     )  # fmt: skip
     assert result.exit_code == 1, result.output
     assert "SSIM is" in result.output
@@ -351,7 +354,7 @@ def test_eval_report_names_the_reference_when_no_kernel_runs(
     with use(Backend.REFERENCE):
         result = eval_report(
             pipeline_dir, ran[0] / "packed", "-o", tmp_path / "r", "--prompts", prompt_file,
-            "--count", 1, "--steps", 1, "--gate-ssim", -1,
+            "--count", 1, "--steps", 1, "--gate", "ssim=-1",
         )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "report.html" in result.output

@@ -137,6 +137,6 @@ def test_fetch_says_which_networks_are_there(clip_dir):
 
     from quantkit.cli import quantkit
 
-    arguments = ["eval", "fetch", "--clip", str(clip_dir), "--without", "lpips"]
+    arguments = ["eval", "fetch", "--clip", str(clip_dir), "--lpips-weights", "none"]
     result = CliRunner().invoke(quantkit, arguments)
     assert (result.exit_code, result.stdout) == (0, "tiny-clip (CLIP): there\n")

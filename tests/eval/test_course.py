@@ -7,7 +7,7 @@ import pytest
 from quantkit.eval.pages.course import CourseFacts, CoursePage
 
 from quantkit.recovery.distill.distillation import Look
-from quantkit.recovery.distill.early_stopping import TrainingProgress, ValidationScore
+from quantkit.recovery.distill.training_progress import TrainingProgress, ValidationScore
 from quantkit.recovery.distill.validation import compare_pictures
 from tests.support.reports import NASTY
 

@@ -12,15 +12,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from quantkit.eval.demo import commands as demo_commands
-from quantkit.eval.demo.commands import FULL, RECIPES, SHORT, DemoPlan
+from quantkit.eval.demo.commands import FULL, SHORT, DemoPlan
 from quantkit.eval.demo.demo_run import CAPTION_SEED, KIND, describe_attention, describe_kernels
 from quantkit.eval.world.scenes import captions, draw_scenes
 
 from quantkit.cli import quantkit
 from quantkit.cli.demo_command import demo
 from quantkit.errors import OutputError, PromptError
-from quantkit.recipe.attention_recipe import AttentionRecipe
-from quantkit.recipe.load import load_recipe, parse_recipe
 from quantkit.storage.files import claimed_directory
 
 CPU = torch.device("cpu")
@@ -106,7 +104,7 @@ def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo,
 
 @pytest.mark.parametrize("plan", [SHORT, FULL], ids=["short", "full"])
 def test_every_row_is_made_by_commands_that_exist(plan: DemoPlan):
-    made = {"captions.txt", *(f"{recipe.name}.yaml" for recipe in RECIPES)}
+    made = {"captions.txt"}
     for row in plan.rows:
         for command in plan.commands(row, Path("model"), Path("a folder"), "cpu"):
             arguments = shlex.split(command)
@@ -169,10 +167,3 @@ def test_demo_says_why_no_kernel_runs(monkeypatch):
     cpu, why = torch.device("cpu"), "because no C++ compiler was found"
     assert describe_kernels(cpu) == f"reference, {why}"
     assert describe_attention(cpu) == f"torch, {why}"
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_recipes_are_the_bundled_ones_with_attention(recipe):
-    found, bundled = parse_recipe(recipe.text, where=recipe.name), load_recipe(recipe.bundled)
-    assert found.attention == AttentionRecipe(qk=recipe.qk, min_keys=64)
-    assert found.model_copy(update={"name": bundled.name, "attention": None}) == bundled

@@ -20,7 +20,7 @@ def run_images(*arguments):
 def test_eval_images_prints_what_the_metrics_give(tmp_path):
     pairs = made_pairs(3)
     folders = write_folders(tmp_path, pairs)
-    result = run_images(*folders, "--without", "lpips", "--json", "--quiet")
+    result = run_images(*folders, "--lpips-weights", "none", "--json", "--quiet")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     wanted = compare(pairs, Backbones())
@@ -28,7 +28,7 @@ def test_eval_images_prints_what_the_metrics_give(tmp_path):
     assert found["names"] == list(pairs.names)
     for name, score in wanted.scores.items():
         assert found["metrics"][name]["values"] == pytest.approx(score.values)
-    table = run_images(*folders, "--without", "lpips")
+    table = run_images(*folders, "--lpips-weights", "none")
     assert "SSIM" in table.stdout
     assert "3 pairs" in table.stdout
 
@@ -37,8 +37,8 @@ def test_eval_images_prints_what_the_metrics_give(tmp_path):
 def test_eval_images_writes_a_page_of_the_pairs(tmp_path, place):
     pairs = made_pairs(3)
     folders, output = write_folders(tmp_path, pairs), tmp_path / "page"
-    arguments = (*folders, "--without", "lpips", "--quiet", "-o", output, "--pictures", place)
-    result = run_images(*arguments, "--gate-ssim", "-1")
+    arguments = (*folders, "--lpips-weights", "none", "--quiet", "-o", output, "--pictures", place)
+    result = run_images(*arguments, "--gate", "ssim=-1")
     assert result.exit_code == 0, result.output
     found = json.loads((output / "report.json").read_text())
     assert found["names"] == list(pairs.names)
@@ -50,14 +50,14 @@ def test_eval_images_writes_a_page_of_the_pairs(tmp_path, place):
     assert all((a == b).all() for a, b in zip(saved.packed, pairs.packed, strict=True))
     with pytest.raises(OutputError, match="exists already"):
         CliRunner().invoke(evaluate, ["images", *map(str, arguments)], catch_exceptions=False)
-    inside = (*folders, "--without", "lpips", "--quiet", "-o", folders[0] / "page")
+    inside = (*folders, "--lpips-weights", "none", "--quiet", "-o", folders[0] / "page")
     with pytest.raises(OutputError, match="overlaps the input"):
         CliRunner().invoke(evaluate, ["images", *map(str, inside)], catch_exceptions=False)
 
 
 def test_eval_images_of_identical_folders_is_valid_json(tmp_path):
     first, _ = write_folders(tmp_path, made_pairs(3))
-    result = run_images(first, first, "--without", "lpips", "--json", "--quiet")
+    result = run_images(first, first, "--lpips-weights", "none", "--json", "--quiet")
 
     def refuse(constant):
         raise AssertionError(constant)
@@ -80,17 +80,17 @@ def test_eval_images_with_prompts_scores_clip_and_keeps_gates(
         *folders, "--prompts", tmp_path / "prompts.txt", "--clip", clip_dir,
         "--lpips-weights", alexnet_file, "--json",
     )  # fmt: skip
-    good = run_images(*arguments, "--gate-clip", "1", "--gate-lpips", "0.1", "--gate-ssim", "0.9")
+    good = run_images(*arguments, "--gate", "clip=1", "--gate", "lpips=0.1", "--gate", "ssim=0.9")
     assert good.exit_code == 0, good.output
     found = json.loads(good.stdout)
     assert found["clip"]["backbone"] == "tiny-clip (CLIP)"
     assert found["metrics"]["lpips"]["backbone"] == "ImageNet AlexNet"
     assert found["metrics"]["lpips"]["values"] == [0.0] * 8
     assert found["state"] == "passed"
-    table = run_images(*arguments[:-1], "--gate-lpips", "0.1")
+    table = run_images(*arguments[:-1], "--gate", "lpips=0.1")
     assert "LPIPS [ImageNet AlexNet]" in table.stdout
     assert "tiny-clip (CLIP)" in table.stdout
-    bad = run_images(*arguments, "--gate-ssim", "1.5")
+    bad = run_images(*arguments, "--gate", "ssim=1.5")
     assert bad.exit_code == 1
     assert json.loads(bad.stdout)["gates"][0]["state"] == "failed"
 
@@ -98,7 +98,7 @@ def test_eval_images_with_prompts_scores_clip_and_keeps_gates(
 def test_eval_images_of_few_pictures_decides_nothing(tmp_path):
     """3 is neither success nor failure: a script that asks for either does not go on."""
     folders = write_folders(tmp_path, made_pairs(4, sigma=0.1))
-    found = run_images(*folders, "--without", "lpips", "--gate-ssim", "0.5", "--quiet")
+    found = run_images(*folders, "--lpips-weights", "none", "--gate", "ssim=0.5", "--quiet")
     assert found.exit_code == 3
     last = found.output.strip().splitlines()[-1]
     assert last.startswith("UNDECIDED: SSIM ")
@@ -107,8 +107,8 @@ def test_eval_images_of_few_pictures_decides_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (("--gate-clip", "1"), "the gate on clip: CLIP needs the prompts"),
-        (("--gate-lpips", "1", "--without", "lpips"), "lpips: this metric is left out"),
+        (("--gate", "clip=1"), "the gate on clip: CLIP needs the prompts"),
+        (("--gate", "lpips=1", "--lpips-weights", "none"), "lpips: this metric is left out"),
     ],
 )
 def test_eval_images_refuses_gates_that_it_cannot_judge(tmp_path, arguments, wanted):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.cli.evaluate_command import evaluate
 from quantkit.errors import CheckpointError, InputError, ModelError, OutputError
 
-QUICK = ("--without", "lpips", "--without", "clip", "--quiet", "--count", "2", "--steps", "2")
+QUICK = ("--lpips-weights", "none", "--clip", "none", "--quiet", "--count", "2", "--steps", "2")
 
 
 def run(command, *arguments):
@@ -39,7 +39,7 @@ def packed(pipeline_dir, tmp_path_factory):
 @pytest.fixture(scope="module")
 def compared(pipeline_dir, packed, tmp_path_factory):
     output = tmp_path_factory.mktemp("compared") / "out"
-    result = run("compare", pipeline_dir, *packed, "-o", output, "--gate-ssim", -1, "--json")
+    result = run("compare", pipeline_dir, *packed, "-o", output, "--gate", "ssim=-1", "--json")
     assert result.exit_code == 0, result.output
     return output, json.loads(result.stdout)
 
@@ -106,7 +106,7 @@ def test_markdown_table_has_a_row_each_and_the_floors(compared):
 
 def test_compare_fails_with_1_when_a_gate_of_any_fails(pipeline_dir, packed, tmp_path):
     result = run(
-        "compare", pipeline_dir, packed[0], "-o", tmp_path / "out", "--gate-ssim", 1,
+        "compare", pipeline_dir, packed[0], "-o", tmp_path / "out", "--gate", "ssim=1",
         "--no-noise-floor",
     )  # fmt: skip
     assert result.exit_code == 1, result.output
@@ -183,7 +183,7 @@ def sparse_pipeline(pipeline_dir, tmp_path):
 
 def test_a_sixteen_bit_pipeline_is_compared_as_it_is(pipeline_dir, sparse_pipeline, tmp_path):
     folder, (first, second, third) = sparse_pipeline
-    result = run("report", pipeline_dir, folder, "-o", tmp_path / "out", "--gate-ssim", -1,
+    result = run("report", pipeline_dir, folder, "-o", tmp_path / "out", "--gate", "ssim=-1",
                  "--no-noise-floor", "--json")  # fmt: skip
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)

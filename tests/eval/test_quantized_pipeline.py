@@ -26,7 +26,7 @@ from quantkit.workflow.export import export
 from quantkit.workflow.pack import pack
 from tests.support.judge_sdnq import PROMPTS
 
-QUICK = ("--without", "lpips", "--without", "clip", "--quiet", "--count", "1", "--steps", "1")
+QUICK = ("--lpips-weights", "none", "--clip", "none", "--quiet", "--count", "1", "--steps", "1")
 GUIDE = Path(__file__).parents[2] / "docs/guides/evaluate.md"
 
 

@@ -130,7 +130,7 @@ def _pack_with(scene: Scene, place: Place) -> list[Arguments]:
 
 def _optimize(scene: Scene, place: Place) -> list[Arguments]:
     file, rules = scene.folder / "file.json", place.fixed / "token.yaml"
-    goal = ["--bytes", "0.99", "-o", f"{place.output}.yaml", "-q"]
+    goal = ["--set", "budget.bytes=0.99", "-o", f"{place.output}.yaml", "-q"]
     return [["calibrate", "optimize", str(file), "-r", str(rules), *goal]]
 
 
@@ -170,7 +170,7 @@ def _forced(scene: Scene, place: Place) -> list[Arguments]:
     model = str(fixed / "pipeline" / "unet")
     commands = (
         ["sparsify", model, "-r", str(fixed / "few-masked.yaml")],
-        ["calibrate", "optimize", str(fixed / "sensitivity.json"), "--bytes", "0.99",
+        ["calibrate", "optimize", str(fixed / "sensitivity.json"), "--set", "budget.bytes=0.99",
          "-r", str(fixed / "token.yaml")],
         ["export", model, "--to", "fp8r"],
         ["export", str(fixed / "denoiser"), "--to", "gguf:Q4_0"],

@@ -155,7 +155,7 @@ def _write_artefacts(root: Path, pipeline: Path, few: Path, fixed: Path) -> None
     measure = ("-c", calibration, "-o", found, "--measure", 0)
     _run("calibrate", "sensitivity", pipeline, "-r", few, *measure)
     shutil.copy(found, fixed / "sensitivity.json")
-    written = ("--bytes", 0.99, "-o", fixed / "written.yaml")
+    written = ("--set", "budget.bytes=0.99", "-o", fixed / "written.yaml")
     _run("calibrate", "optimize", found, "-r", fixed / "token.yaml", *written)
     # Beside the pipeline for those that damage something else.
     shutil.copy(calibration, fixed / "calibration")

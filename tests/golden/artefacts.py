@@ -208,33 +208,31 @@ def _pipelines(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield from _encoders(place, folder / f"{name}-{encoders}", encoders)
 
 
-def _sampled() -> dict[str, Any]:
-    from quantkit.workflow.arguments import Sampling
-
-    few = Sampling(count=len(_PROMPTS), steps=3, batch=2)
-    return {"prompts": _PROMPTS, "sampling": few, "device": "cpu"}
+_RUN: dict[str, Any] = {
+    "calibration.buckets": 2, "calibration.steps": 3, "calibration.batch": 2
+}  # fmt: skip
+_SAMPLED: dict[str, Any] = {"prompts": _PROMPTS, "device": "cpu"}
 
 
 def _calibrated(model: Path, output: Path) -> str:
     from quantkit.workflow.calibrate import calibrate
 
-    recipe = load_recipe("int8").with_calibration({"buckets": 2})
-    calibrate(model, recipe=recipe, output=output, **_sampled())
+    calibrate(model, recipe=load_recipe("int8", _RUN), output=output, **_SAMPLED)
     return digests.of_files(output)
 
 
 def _observed(model: Path, output: Path) -> str:
     from quantkit.workflow.hessians import calibrate_hessians
 
-    recipe = load_recipe("int4").with_calibration({"buckets": 2, "row_share": 0.5})
-    calibrate_hessians(model, recipe=recipe, output=output, **_sampled())
+    recipe = load_recipe("int4", _RUN | {"calibration.row_share": 0.5})
+    calibrate_hessians(model, recipe=recipe, output=output, **_SAMPLED)
     return digests.of_files(*sorted(output.rglob("*.safetensors")))
 
 
 def _encoders(model: Path, output: Path, encoders: str) -> Iterator[tuple[str, str]]:
     from quantkit.workflow.pack import pack
 
-    pack(model, output=output, recipe="fp8", text_encoders=encoders)
+    pack(model, output=output, recipe=load_recipe("fp8", {"text_encoders": encoders}))
     for component, digest in digests.of_folder(output):
         if component.startswith("text_encoder"):
             yield f"packed/{model.name}-{component}/{encoders}", digest

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.errors import CheckpointError, InputError, ModelError, RecipeError
 from quantkit.inference.layers.layer_summary import iterate_packed, packed_layers
+from quantkit.recipe.load import change_recipe
 from quantkit.recipe.schema import Recipe
-from quantkit.workflow.pack import pack, plan_pack
+from quantkit.workflow.pack import pack
 from quantkit.workflow.verify import verify
 from tests.support.encoders import ENCODERS, embed, encoder_class, make_encoder
 from tests.support.outliers import encoder_with_outliers
@@ -270,12 +271,8 @@ def pipeline(pipeline_dir, tmp_path):
 def test_one_recipe_packs_denoiser_and_encoder(pipeline, tmp_path):
     from diffusers import DiffusionPipeline
 
-    planned = plan_pack(
-        pipeline,
-        output=tmp_path / "packed",
-        recipe=Recipe(name="t"),
-        text_encoders="int4",
-    )
+    recipe = change_recipe(Recipe(name="t"), {"text_encoders": "int4"})
+    planned = pack(pipeline, output=tmp_path / "packed", recipe=recipe, dry_run=True)
     summary = packed(pipeline, tmp_path / "packed", "int4")
     assert planned.to_json() == summary.to_json()
     assert {c.name for c in summary.components} == {"unet", "text_encoder"}

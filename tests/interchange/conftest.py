@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.workflow.arguments import Sampling
+from quantkit.recipe.load import load_recipe
 from quantkit.workflow.calibrate import calibrate
 from tests.support import pipelines
 from tests.support.denoisers import tiny_denoiser
@@ -27,10 +27,9 @@ def calibrated(tmp_path_factory):
             path = folder / "calibration.safetensors"
             calibrate(
                 pipeline,
-                recipe="comfyui",
+                recipe=load_recipe("comfyui", {"calibration.steps": 4}),
                 output=path,
                 prompts=["a red cube", "two blue balls"],
-                sampling=Sampling(steps=4),
                 device="cpu",
             )
             made[name] = pipeline, path

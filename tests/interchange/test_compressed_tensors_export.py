@@ -22,7 +22,7 @@ from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.progress import silent
-from quantkit.recipe.load import load_recipe
+from quantkit.recipe.load import change_recipe, load_recipe
 from quantkit.storage.tensorfile import read_header
 from quantkit.workflow.export import export
 from quantkit.workflow.pack import pack
@@ -144,7 +144,8 @@ def test_buckets_are_refused_or_one_scale(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("text_encoders", ["fp8", "int8", "int4"])
 def test_packed_text_encoders_are_taken_over(text_encoders, transformer_pipeline_dir, tmp_path):
-    pack(transformer_pipeline_dir, output=tmp_path / "p", text_encoders=text_encoders)
+    recipe = load_recipe("fp8", {"text_encoders": text_encoders})
+    pack(transformer_pipeline_dir, output=tmp_path / "p", recipe=recipe)
     source = tmp_path / "p" / "text_encoder_3"
     result = export(source, to="compressed-tensors", output=tmp_path / "out")
     assert result.worst[0] == 0
@@ -169,7 +170,7 @@ def test_a_text_encoder_is_quantized_on_the_way(transformer_pipeline_dir, tmp_pa
     result = export(source, to="compressed-tensors", output=tmp_path / "out")
     assert 0.02 < result.mean < 0.03
     transformers.T5EncoderModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    how = load_recipe("fp8").with_text_encoders("int8")
+    how = change_recipe(load_recipe("fp8"), {"text_encoders": "int8"})
     result = export(source, to="compressed-tensors", output=tmp_path / "int8", recipe=how)
     assert result.types["I8"] == len(result.copied)
     with pytest.raises(ModelError, match="compressed-tensors is for text encoders"):

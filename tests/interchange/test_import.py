@@ -480,7 +480,7 @@ def test_a_single_file_is_a_model_to_every_command(checkpoint, pipeline_dir, cac
     assert not quantkit.verify(packed).breaches
     cli(
         "eval", "report", checkpoint, packed, *config, "-o", tmp_path / "report", "--count", 1,
-        "--steps", 1, "--without", "lpips", "--without", "clip", "--no-noise-floor",
+        "--steps", 1, "--lpips-weights", "none", "--clip", "none", "--no-noise-floor",
         code=3,
     )  # fmt: skip
     told = json.loads((tmp_path / "report" / "report.json").read_text())

@@ -23,7 +23,7 @@ from quantkit.numerics.attention_scales import SHAPES
 from quantkit.packing.attention_plan import static_scales
 from quantkit.progress import silent
 from quantkit.recipe.load import parse_recipe
-from quantkit.workflow.pack import Forecast, plan_pack
+from quantkit.workflow.pack import Forecast, pack
 from tests.support.artefacts import attention_statistics
 from tests.support.kernel_cases import need
 from tests.support.packed_edit import Edit
@@ -337,7 +337,7 @@ def test_a_calibration_without_attention_is_refused(pipeline_dir, calibration, t
 
 
 def test_without_a_calibration_it_says_that_one_is_missing(pipeline_dir, tmp_path):
-    forecast = plan_pack(pipeline_dir, recipe=recipe(), output=tmp_path / "p")
+    forecast = pack(pipeline_dir, recipe=recipe(), output=tmp_path / "p", dry_run=True)
     assert isinstance(forecast, Forecast)
     assert forecast.missing == ("calibration",)
 

@@ -14,7 +14,7 @@ from quantkit.models.source import open_model
 from quantkit.packing.pack_model import pack as write_packed
 from quantkit.pipelines.running import read_prompts
 from quantkit.progress import silent
-from quantkit.recipe.load import load_recipe
+from quantkit.recipe.load import change_recipe, load_recipe
 from quantkit.resources import demo_assets
 from tests.support.packing import WEIGHTS
 
@@ -90,8 +90,14 @@ def pack(model, original, prompts, tmp_path_factory):
 
     @cache
     def calibration(recipe):
-        settings = load_recipe(recipe).with_calibration(
-            {"prompts": 4, "steps": STEPS, "buckets": 1, "guidance": 4.0}
+        settings = change_recipe(
+            load_recipe(recipe),
+            {
+                "calibration.prompts": 4,
+                "calibration.steps": STEPS,
+                "calibration.buckets": 1,
+                "calibration.guidance": 4.0,
+            },
         )
         opened = open_model(str(model))
         return calibrate(opened, settings, prompts[3:7], device="cpu", progress=silent)

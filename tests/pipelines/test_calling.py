@@ -213,8 +213,7 @@ def test_an_inpainting_model_is_calibrated(tmp_path):
     picture_pipeline("StableDiffusionInpaintPipeline", in_channels=9).to(
         torch.float16
     ).save_pretrained(tmp_path / "model")
-    found = quantkit.calibrate(
-        tmp_path / "model", recipe="int8", sampling=quantkit.Sampling(count=1, steps=5)
-    )
+    recipe = quantkit.load_recipe("int8", {"calibration.steps": 5})
+    found = quantkit.calibrate(tmp_path / "model", recipe=recipe, count=1)
     assert found.calibration.metadata.calls == {"unet": [1, 1, 1, 1, 1]}
     assert not found.unseen

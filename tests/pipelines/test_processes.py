@@ -25,7 +25,8 @@ from quantkit.storage import artefact
 
 PROMPTS = ("a red circle", "two blue squares", "a tree", "a house", "a cat")
 #: Three batches: 2, 2 and 1 prompts.
-OPTIONS = ("-r", "fp8-static", "--steps", "4", "--batch", "2", "--seed", "7", "--device", "cpu")
+OPTIONS = ("-r", "fp8-static", "--set", "calibration.steps=4", "--set", "calibration.batch=2",
+           "--set", "calibration.seed=7", "--device", "cpu")  # fmt: skip
 
 #: Runs the command, but ends or fails where the test says: RANK:BATCH:WHAT.
 DRIVER = """
@@ -34,7 +35,7 @@ from quantkit.calibration.observing import observed_pipeline, calibration_resume
 from quantkit.cli import main
 from quantkit.errors import NonFiniteError
 
-resume._PAUSE = resume._SHARE = 0.0
+calibration_resume._PAUSE = calibration_resume._SHARE = 0.0
 rank, last, what = os.environ.get("FAIL", "9:9:-").split(":")
 run, done = observed_pipeline.run_batch, []
 
@@ -264,10 +265,13 @@ def test_going_on_gives_the_same_bytes(arguments, whole_file, tmp_path, ends):
 
 
 CHANGES = {
-    "steps": (("--steps", "5"), "steps was 4 and is 5; resume with the same settings"),
-    "seed": (("--seed", "8"), "seed was 7 and is 8;"),
-    "batch": (("--batch", "1"), "batch was 2 and is 1;"),
-    "guidance": (("--guidance", "1.5"), r"guidance was nothing and is 1\.5;"),
+    "steps": (
+        ("--set", "calibration.steps=5"),
+        "steps was 4 and is 5; resume with the same settings",
+    ),
+    "seed": (("--set", "calibration.seed=8"), "seed was 7 and is 8;"),
+    "batch": (("--set", "calibration.batch=1"), "batch was 2 and is 1;"),
+    "guidance": (("--set", "calibration.guidance=1.5"), r"guidance was nothing and is 1\.5;"),
     "prompts": (("--count", "4"), r"prompts was [0-9a-f]{12}\.\.\. and is [0-9a-f]{12}\.\.\.;"),
     "layers": (("-r", "fp8"), r"model was [0-9a-f]{12}\.\.\. and is"),
 }

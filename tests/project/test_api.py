@@ -18,7 +18,7 @@ import quantkit
 import quantkit.workflow
 from quantkit.cli import options_of
 from quantkit.cli import quantkit as command
-from quantkit.cli.recovery_options import training_of
+from quantkit.cli.recovery_options import take_training
 from quantkit.errors import InputError, OutputError, QuantkitError, RecipeError
 from quantkit.inference.layers.layer_summary import packed_layers
 
@@ -79,8 +79,9 @@ def workflow_functions():
 #: Told something, or made for another module of the workflow: no jobs of users.
 INNER = {
     "as_model", "as_recipe", "as_calibration", "as_hessians", "as_masks", "as_path", "as_prompts",
-    "opened", "name_of", "surgeon_of", "with_rule", "masks_to_json", "as_packed", "refuse_foreign",
-    "settings_of", "require_packed", "refuse_unknown", "moments_of", "baseline_of", "limits_of",
+    "opened", "name_of", "surgeon_of", "with_prompts", "recipe_with", "masks_to_json",
+    "as_packed", "refuse_foreign", "settings_of", "require_packed", "refuse_unknown", "moments_of",
+    "baseline_of", "limits_of",
     "files_of", "usual_threads", "refuse_search", "build", "adapt", "search_ssim",
     "predicted_errors", "is_packed", "packed_source", "dense_source", "planned_source",
     "quantized_source", "fitted", "refuse_other_formats", "refuse_rest", "logged", "watched",
@@ -161,7 +162,10 @@ def test_errors_name_arguments_and_not_options():
     known = {p.name for c in every_command(command) for p in c.params}
     tuples = [(p, n) for p, _, named in errors for n in named if isinstance(n, ast.Tuple)]
     fields = {(p, e.value) for p, n in tuples for e in n.elts if isinstance(e, ast.Constant)}
-    assert not {(path, field) for path, field in fields if field not in known}
+    unknown = {(path, field) for path, field in fields if field not in known}
+    # Keys of recipes, which --set takes.
+    keys = set(quantkit.load_recipe("fp8").model_dump())
+    assert not {(path, field) for path, field in unknown if field.split(".")[0] not in keys}
 
 
 def every_command(group):
@@ -170,9 +174,11 @@ def every_command(group):
 
 
 def test_the_command_line_says_which_options_an_error_means():
-    assert options_of(QuantkitError("x", fields=("calibration", "graphs"))) == (
-        " (--calibration, --no-graphs)"
+    assert (
+        options_of(QuantkitError("x", fields=("calibration", "list_all")))
+        == " (--calibration, --all)"
     )
+    assert options_of(RecipeError("x", fields=("weight.format",))) == " (--set weight.format=...)"
     assert options_of(QuantkitError("x", fields=("quantize",))) == " (--quantize/--no-quantize)"
     assert options_of(QuantkitError("x", fields=("nothing",))) == ""
     assert options_of(OutputError("x")) == ""
@@ -188,19 +194,17 @@ def test_errors_keep_their_fields_between_processes():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"steps": 0}, "^steps: .* found 0"),
-        ({"batch": "many"}, "^batch: .* found 'many'"),
-        ({"steps": 2}, "^2 steps: too few for the recipe's 4 timestep buckets"),
+        ({"calibration.steps": 0}, "calibration.steps: .* found 0"),
+        ({"calibration.batch": "many"}, "calibration.batch: .* found 'many'"),
+        ({"sparsity.method": "lottery"}, "sparsity.method: .* found 'lottery'"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, words):
     with pytest.raises(RecipeError, match=words):
-        quantkit.Sampling(**settings).apply(quantkit.load_recipe("fp8-buckets"))
+        quantkit.load_recipe("fp8-buckets", settings)
 
 
-def test_masks_and_budgets_out_of_range_are_refused(pipeline_dir):
-    with pytest.raises(RecipeError, match=r"^method: .* found 'lottery'"):
-        quantkit.sparsify(pipeline_dir, method="lottery")
+def test_an_unknown_way_to_recover_is_refused(pipeline_dir):
     with pytest.raises(InputError, match="method 'magic': unknown, wanted one of distill, obs"):
         quantkit.recover(pipeline_dir, output="x", method="magic")
 
@@ -208,9 +212,10 @@ def test_masks_and_budgets_out_of_range_are_refused(pipeline_dir):
 def test_training_has_an_option_for_every_setting():
     options = {p.name for p in command.commands["recover"].params}
     names = {field.name for field in fields(quantkit.Training)}
-    assert names <= options
-    given = dict.fromkeys(names)
-    assert training_of(given) == quantkit.Training()
+    assert names - {"trajectories"} <= options
+    given = dict.fromkeys((*names, "other"))
+    assert take_training(given) == quantkit.Training()
+    assert given == {"other": None}
 
 
 # The same work.
@@ -226,15 +231,19 @@ def run(name, *arguments):
     return json.loads(result.stdout)
 
 
+def masked_by(method):
+    return quantkit.load_recipe("fp8", {"sparsity.method": method})
+
+
 @pytest.fixture(scope="module")
 def masks(pipeline_dir, tmp_path_factory):
     """Masks of the command line."""
     path = tmp_path_factory.mktemp("masks") / "masks.safetensors"
-    return path, run("sparsify", pipeline_dir, "--method", "magnitude", "-o", path)
+    return path, run("sparsify", pipeline_dir, "--set", "sparsity.method=magnitude", "-o", path)
 
 
 def test_sparsify_writes_what_the_command_writes(pipeline_dir, masks, tmp_path):
-    found = quantkit.sparsify(pipeline_dir, method="magnitude", output=tmp_path / "mine")
+    found = quantkit.sparsify(pipeline_dir, recipe=masked_by("magnitude"), output=tmp_path / "mine")
     assert (tmp_path / "mine").read_bytes() == masks[0].read_bytes()
     assert found.to_json() | {"written": None} == masks[1] | {"written": None}
     assert repr(found).startswith("2:4 by magnitude: 71 of 7")
@@ -243,7 +252,9 @@ def test_sparsify_writes_what_the_command_writes(pipeline_dir, masks, tmp_path):
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-sparse"])
 def test_pack_writes_what_the_command_writes(pipeline_dir, masks, recipe, tmp_path):
     model = quantkit.open_model(pipeline_dir)
-    chosen = quantkit.sparsify(model, method="magnitude").masks if recipe != "fp8" else None
+    chosen = (
+        quantkit.sparsify(model, recipe=masked_by("magnitude")).masks if recipe != "fp8" else None
+    )
     stored = ("--masks", masks[0]) if recipe != "fp8" else ()
     told = run("pack", pipeline_dir, "-r", recipe, *stored, "-o", tmp_path / "theirs")
     found = quantkit.pack(
@@ -262,13 +273,13 @@ def test_from_a_model_to_its_report(pipeline_dir, tmp_path):
     calibrated = quantkit.calibrate(
         model,
         prompts=("a red fox", "two dogs"),
-        sampling=quantkit.Sampling(steps=4, batch=2),
+        recipe=quantkit.load_recipe("fp8", {"calibration.steps": 4, "calibration.batch": 2}),
         device="cpu",
         progress=lambda step, done, total: steps.append((step, done, total)),
     )
     assert calibrated.to_json()["prompts"] == 2
     assert any(step == "denoising" and done == total for step, done, total in steps)
-    sparse = quantkit.sparsify(model, method="wanda", calibration=calibrated.calibration)
+    sparse = quantkit.sparsify(model, recipe=masked_by("wanda"), calibration=calibrated.calibration)
     packed = quantkit.pack(
         model,
         recipe="fp8-static",

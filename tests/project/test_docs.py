@@ -265,8 +265,8 @@ def smaller(line):
 
     Two pictures of four steps; they have 16 pixels a side, too few for the network of LPIPS.
     """
-    line = re.sub(r"--steps \d+", "--steps 4", re.sub(r"--count \d+", "--count 2", line))
-    return re.sub(r"--lpips-weights \S+", "--without lpips", line)
+    line = re.sub(r"(steps[ =])\d+", r"\g<1>4", re.sub(r"--count \d+", "--count 2", line))
+    return re.sub(r"--lpips-weights \S+", "--lpips-weights none", line)
 
 
 def test_tutorial_runs_from_its_first_command_to_its_last(workplace):

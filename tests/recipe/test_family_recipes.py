@@ -195,7 +195,8 @@ def taken(narrow, tmp_path_factory):
             # The recipe that packs most layers, and so observes them.
             run: tuple[Any, ...] = (narrow(family), "-r", "int4", "--prompts", prompts)
             steps = recipe_of(family, "int4").calibration.buckets
-            run += ("--batch", 2, "--steps", steps, "--device", "cpu", "-o")
+            run += ("--set", "calibration.batch=2", "--set", f"calibration.steps={steps}")
+            run += ("--device", "cpu", "-o")
             statistics, moments = root / f"{family}.safetensors", root / family
             called("calibrate", "model", *run, statistics)
             called("calibrate", "hessian", *run, moments)

@@ -18,7 +18,7 @@ from quantkit.models.source import open_model
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.fields import matches
 from quantkit.recipe.layer_recipes import ActivationRecipe
-from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
+from quantkit.recipe.load import change_recipe, load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.schema import EncoderOverride, EncoderRecipe, Override, Recipe
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
 from quantkit.workflow.arguments import opened
@@ -314,19 +314,25 @@ def test_a_recipe_may_say_that_it_is_for_other_models_too(published, tmp_path):
 
 def test_calibration_settings_are_checked_when_replaced():
     recipe = load_recipe("fp8")
-    assert recipe.with_calibration({"steps": 9}).calibration.steps == 9
+    assert change_recipe(recipe, {"calibration.steps": 9}).calibration.steps == 9
     with pytest.raises(RecipeError, match="buckets 3: more than the 2 steps"):
-        recipe.with_calibration({"steps": 2, "buckets": 3})
+        change_recipe(recipe, {"calibration.steps": 2, "calibration.buckets": 3})
 
 
 def test_fewer_steps_than_buckets_leave_a_bucket_for_each():
     recipe = load_recipe("fp8")
-    assert recipe.with_calibration({"steps": 2}).calibration.buckets == 2
-    assert recipe.with_calibration({"steps": 2, "buckets": 1}).calibration.buckets == 1
-    static = load_recipe("fp8-buckets")
-    with pytest.raises(RecipeError, match=r"^3 steps: too few .* activation\.buckets 4 do not"):
-        static.with_calibration({"steps": 3})
-    assert load_recipe("fp8-static").with_calibration({"steps": 3}).calibration.buckets == 3
+    assert change_recipe(recipe, {"calibration.steps": 2}).calibration.buckets == 2
+    assert (
+        change_recipe(
+            recipe, {"calibration.steps": 2, "calibration.buckets": 1}
+        ).calibration.buckets
+        == 1
+    )
+    with pytest.raises(RecipeError, match=r"activation\.buckets 4 do not divide the 3 timestep"):
+        load_recipe("fp8-buckets", {"calibration.steps": 3}).refuse_unmergeable()
+    assert (
+        change_recipe(load_recipe("fp8-static"), {"calibration.steps": 3}).calibration.buckets == 3
+    )
 
 
 def test_documented_keys_are_all_there_are():

@@ -11,7 +11,7 @@ from quantkit.errors import ModelError, RecipeError
 from quantkit.models.families import FAMILIES
 from quantkit.models.general_family import GENERAL
 from quantkit.models.recommended import tuned
-from quantkit.recipe.load import load_recipe, parse_recipe, recipe_names
+from quantkit.recipe.load import change_recipe, load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.schema import Recipe
 from quantkit.workflow.arguments import opened
 from tests.golden.make_keys import MODELS
@@ -79,7 +79,7 @@ def test_what_a_recipe_sets_itself_wins():
     }  # fmt: skip
     assert (recipe.calibration.prompts, recipe.calibration.steps) == (9, 11)
     assert [recipe.settings(layer).keep for layer in "abc"] == [True, False, None]
-    steps = parse_recipe(text, where="t").with_calibration({"seed": 3})
+    steps = change_recipe(parse_recipe(text, where="t"), {"calibration.seed": 3})
     assert tuned(steps, family).calibration.prompts == 9
 
 

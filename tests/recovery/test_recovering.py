@@ -35,14 +35,13 @@ from quantkit.recovery.distill.distillation import (
     recover,
 )
 from quantkit.recovery.distill.distributed import Ranks
-from quantkit.recovery.distill.early_stopping import (
-    EarlyStopping,
+from quantkit.recovery.distill.optimizer import Offloaded, Resident
+from quantkit.recovery.distill.settings import DistillSettings
+from quantkit.recovery.distill.training_progress import (
     ScoredStep,
     TrainingProgress,
     ValidationScore,
 )
-from quantkit.recovery.distill.optimizer import Offloaded, Resident
-from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.training_resume import refuse_others, refuse_unfinished
 from quantkit.recovery.distill.trajectories import Teacher, TrajectoryStore
 from quantkit.recovery.distill.validation import compare_latents, compare_pictures, hold_out
@@ -225,31 +224,6 @@ def test_perfect_student_looks_perfect(model):
     assert 0.5 < look.value < 0.99999
 
 
-def test_patience_ends_the_run_with_the_best_weights():
-    patience = EarlyStopping(2)
-    for step, value in enumerate((0.1, 0.5, 0.4, 0.3)):
-        assert not patience.over
-        patience.see(step, ValidationScore("SSIM", value), {"w": torch.tensor(step)})
-    assert patience.over
-    assert patience.best == {"w": torch.tensor(1)}
-    assert patience.best_step == ScoredStep(1, ValidationScore("SSIM", 0.5))
-    endless = EarlyStopping(None)
-    for _ in range(9):
-        endless.see(0, ValidationScore("SSIM", 0.0), {})
-    assert not endless.over
-    assert endless.best is None
-
-
-def test_run_stops_when_pictures_get_no_better(model, masks):
-    still = replace(SHORT, steps=500, rate=1e-30, watch_every=2, watched=1, patience=2)
-    result = run(model, masks, still)
-    assert result.points[-1].step == 6
-    assert result.points[-1].fraction == 1
-    # Nothing moves, so the first of three equal looks is the best, and its weights are written.
-    assert (result.first_look.step, result.written_look.step) == (0, 2)
-    assert result.first_look.score == result.written_look.score
-
-
 @pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2]), (5, [0, 2]), (None, [])])
 def test_scores_are_of_the_first_and_of_the_written_weights(model, every, steps):
     short = replace(SHORT, steps=2, watch_every=every, watched=1)
@@ -367,13 +341,6 @@ def test_offloading_from_a_cpu_is_refused(model, masks):
         run(model, masks, replace(SHORT, offload=True))
 
 
-def test_patience_without_looks_is_refused():
-    with pytest.raises(
-        RecipeError, match="patience counts comparisons of pictures, and watch_every"
-    ):
-        replace(SHORT, patience=1)
-
-
 RANK = """
 import sys, torch, hashlib
 sys.path[:0] = {paths}
@@ -437,24 +404,22 @@ def command(*arguments):
     return CliRunner().invoke(recover_command, [str(a) for a in arguments])
 
 
-FEW = ("--steps", 2, "--batch", 2, "--sampling-steps", 2, "--sampling-batch", 1,
-       "--trajectories", 1, "--device", "cpu", "-q", "--json")  # fmt: skip
+FEW = ("--steps", 2, "--batch", 2, "--set", "calibration.steps=2", "--device", "cpu", "-q",
+       "--json")  # fmt: skip
 
 
 def test_command_trains_dense_fp8(pipeline_dir, tmp_path):
-    result = command(pipeline_dir, "-o", tmp_path / "out", "--watch-every", 1, *FEW)
+    result = command(pipeline_dir, "-o", tmp_path / "out", *FEW)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["steps"] == 2
     assert report["masks"] is None
-    assert [(look["step"], look["metric"]) for look in report["looks"]] == [
-        (0, "SSIM"), (1, "SSIM"), (2, "SSIM"),
-    ]  # fmt: skip
+    looks = [(look["step"], look["metric"]) for look in report["looks"]]
+    assert looks == [(0, "SSIM"), (2, "SSIM")]
     assert report["written_step"] == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.recovery.html"]
     page = (tmp_path / "out.recovery.html").read_text(encoding="utf-8")
-    # before the first step, and after each of the two
-    assert set(re.findall('data-side="(step [^"]*)"', page)) == {"step 0", "step 1", "step 2"}
+    assert set(re.findall('data-side="(step [^"]*)"', page)) == {"step 0", "step 2"}
     first, last = (f"{report['looks'][i]['value']:.4g}" for i in (0, -1))
     assert f"SSIM {first} at step 0, {last} at step 2." in page
     load_pipeline(open_model(str(tmp_path / "out")), choose_device("cpu"))
@@ -462,10 +427,11 @@ def test_command_trains_dense_fp8(pipeline_dir, tmp_path):
 
 def test_command_trains_with_masks_and_resumes(pipeline_dir, tmp_path, monkeypatch):
     file, out = tmp_path / "masks", tmp_path / "out"
-    chosen = CliRunner().invoke(sparsify_command, [str(pipeline_dir), "-r", "fp8-sparse",
-                                "--method", "magnitude", "-o", str(file), "-q"])  # fmt: skip
+    how = ["-r", "fp8-sparse", "--set", "sparsity.method=magnitude", "-o", str(file), "-q"]
+    chosen = CliRunner().invoke(sparsify_command, [str(pipeline_dir), *how])
     assert chosen.exit_code == 0, chosen.output
-    given = (pipeline_dir, "-o", out, "--masks", file, "--save-every", 1e-9, *FEW)
+    given = (pipeline_dir, "-o", out, "--masks", file, *FEW)
+    monkeypatch.setattr("quantkit.workflow.recovery_job._SAVED_EVERY", 1e-9)
     with monkeypatch.context() as broken:
         broken.setattr("quantkit.workflow.recovery_job.write_recovered", None)
         assert isinstance(command(*given).exception, TypeError)

@@ -87,7 +87,7 @@ def test_measuring_again_gives_the_same_file(work, pipeline_dir):
 
 def test_chosen_recipe_packs_to_its_size_and_its_latents(work, pipeline_dir, tmp_path):
     chosen, calibration = tmp_path / "chosen.yaml", work / "c.safetensors"
-    out = invoke("calibrate", "optimize", work / "s.json", "-r", "fp8", "--bytes", 0.55, "-o",
+    out = invoke("calibrate", "optimize", work / "s.json", "--set", "budget.bytes=0.55", "-o",
                  chosen, "--json")  # fmt: skip
     told = json.loads(out)
     names = {layer["name"]: layer["treatment"] for layer in told["layers"]}
@@ -145,7 +145,7 @@ def test_sparsegpt_is_chosen_and_packs_to_what_was_measured(surgery, pipeline_di
     assert all("2:4-sparsegpt-e4m3fn-token" in layer.outcomes for layer in can)
     chosen, calibration = tmp_path / "chosen.yaml", surgery / "c.safetensors"
     told = json.loads(
-        invoke("calibrate", "optimize", surgery / "sh.json", "-r", "fp8", "--bytes", 0.5,
+        invoke("calibrate", "optimize", surgery / "sh.json", "--set", "budget.bytes=0.5",
                "-o", chosen, "--json")
     )  # fmt: skip
     names = {layer["name"]: layer["treatment"] for layer in told["layers"]}
@@ -168,8 +168,8 @@ def test_sparsegpt_is_chosen_and_packs_to_what_was_measured(surgery, pipeline_di
 def test_sparsegpt_without_second_moments_is_refused(work, surgery, pipeline_dir, tmp_path):
     glob, output = "2:4-sparsegpt-*", tmp_path / "chosen.yaml"
     with pytest.raises(RecipeError, match=r"2:4-sparsegpt-\*: not measured, .* give them to"):
-        invoke("calibrate", "optimize", work / "s.json", "--bytes", 0.6, "--treatments", glob,
-               "-o", output)  # fmt: skip
+        invoke("calibrate", "optimize", work / "s.json", "--set", "budget.bytes=0.6",
+               "--set", f"budget.treatments=['{glob}']", "-o", output)  # fmt: skip
     assert not output.exists()
     subject = MeasuredModel.of(
         open_model(str(pipeline_dir)),
@@ -206,16 +206,14 @@ def test_search_keeps_the_ssim(work, pipeline_dir, tmp_path):
             work / "s.json",
             "-r",
             "fp8",
-            "--ssim",
-            0.9,
+            "--set",
+            "budget.ssim=0.9",
             "--model",
             pipeline_dir,
             "-c",
             work / "c.safetensors",
             "--count",
             1,
-            "--steps",
-            2,
             "-o",
             tmp_path / "chosen.yaml",
             "-q",
@@ -230,17 +228,23 @@ def test_search_keeps_the_ssim(work, pipeline_dir, tmp_path):
 
 
 REFUSED = {
-    "no budget": (["-r", "fp8"], "recipe fp8: no budget; give bytes"),
+    "no budget": (["-r", "fp8"], "recipe fp8: no budget; set its bytes"),
     "search without a model": (
-        ["--ssim", 0.9],
+        ["--set", "budget.ssim=0.9"],
         "budget ssim: pictures have to be made for it; give a model",
     ),
     "out of reach": (
-        ["--bytes", 0.01],
+        ["--set", "budget.bytes=0.01"],
         "budget bytes 0.01: the smallest that the treatments allow is",
     ),
-    "two goals": (["--bytes", 0.5, "--error", 1], "budget: found bytes and error"),
-    "no such treatment": (["--bytes", 0.9, "--treatments", "int4"], "treatments int4: match none"),
+    "two goals": (
+        ["--set", "budget.bytes=0.5", "--set", "budget.error=1"],
+        "budget: found bytes and error",
+    ),
+    "no such treatment": (
+        ["--set", "budget.bytes=0.9", "--set", "budget.treatments=[int4]"],
+        "treatments int4: match none",
+    ),
 }
 
 
@@ -297,10 +301,11 @@ def test_recipe_with_a_budget_is_built_whole(work, pipeline_dir, tmp_path, monke
 
 
 def test_transformers_are_measured_too(transformer_pipeline_dir, tmp_path):
-    invoke("calibrate", "model", transformer_pipeline_dir, "--count", 1, "--steps", 4, "-o",
-           tmp_path / "c.safetensors", "-q")  # fmt: skip
+    invoke("calibrate", "model", transformer_pipeline_dir, "--count", 1,
+           "--set", "calibration.steps=4", "-o", tmp_path / "c.safetensors", "-q")  # fmt: skip
     invoke("calibrate", "sensitivity", transformer_pipeline_dir, "-c", tmp_path / "c.safetensors",
-           "--count", 1, "--steps", 4, "--measure", 2, "-o", tmp_path / "s.json", "-q")  # fmt: skip
+           "--count", 1, "--set", "calibration.steps=4", "--measure", 2, "-o",
+           tmp_path / "s.json", "-q")  # fmt: skip
     measured = [m for m in (x.measured for x in load_sensitivity(tmp_path / "s.json").layers) if m]
     assert len(measured) == 2
     assert all(m.error > 0 for m in measured)

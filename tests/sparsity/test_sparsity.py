@@ -328,7 +328,8 @@ def test_command_writes_masks_and_prints_decisions(pipeline_dir, tmp_path):
     output = tmp_path / "m.safetensors"
     all_masks = choose_masks(open_model(str(pipeline_dir)), MAGNITUDE, None, progress=silent)
     median = sorted(d.error for d in all_masks.decisions)[35]
-    result = run(pipeline_dir, "-o", output, "--pattern", "4:2", "--budget", median)
+    change = ("--set", "sparsity.pattern='4:2'", "--set", f"sparsity.error_budget={median}")
+    result = run(pipeline_dir, "-o", output, *change)
     assert result.exit_code == 0, result.output
     masks = load_masks(output)
     count = sum(d.chosen for d in masks.decisions)
@@ -340,7 +341,15 @@ def test_command_writes_masks_and_prints_decisions(pipeline_dir, tmp_path):
 
 def test_command_takes_a_calibration(model, calibration, tmp_path):
     save_calibration(calibration, tmp_path / "c.safetensors", force=False)
-    options = ("-c", tmp_path / "c.safetensors", "--method", "wanda", "--json", "-q", "-n")
+    options = (
+        "-c",
+        tmp_path / "c.safetensors",
+        "--set",
+        "sparsity.method=wanda",
+        "--json",
+        "-q",
+        "-n",
+    )
     result = run(model.path, "-o", tmp_path / "m.safetensors", *options)
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
@@ -357,5 +366,6 @@ def test_command_passes_errors_on(pipeline_dir, tmp_path):
     save_file(tensors, weights)
     output = tmp_path / "m.safetensors"
     assert isinstance(run(broken, "-o", output, "-q").exception, NonFiniteError)
-    assert isinstance(run(pipeline_dir, "-o", output, "--pattern", "4:4").exception, RecipeError)
+    refused = run(pipeline_dir, "-o", output, "--set", "sparsity.pattern='4:4'")
+    assert isinstance(refused.exception, RecipeError)
     assert not output.exists()

@@ -23,7 +23,7 @@ from quantkit.eval.pages.methods_table import Method, write_methods
 from quantkit.eval.pages.report import save_pairs, write_report
 
 from quantkit.recovery.distill.distillation import Look
-from quantkit.recovery.distill.early_stopping import TrainingProgress
+from quantkit.recovery.distill.training_progress import TrainingProgress
 from quantkit.recovery.distill.validation import compare_pictures
 from tests.support.reports import made, made_report
 

@@ -50,8 +50,8 @@ def judge(pipeline, folder, others):
     from quantkit.cli.evaluate_command import evaluate as command
 
     line = ["compare", pipeline, folder / "sdnq", *others, "-o", folder / "out"]
-    line += ["--prompts", folder / "prompts.txt", "--steps", STEPS, "--without", "lpips"]
-    line += ["--without", "clip", "--no-noise-floor", "--quiet", "--gate-ssim", -1]
+    line += ["--prompts", folder / "prompts.txt", "--steps", STEPS, "--lpips-weights", "none"]
+    line += ["--clip", "none", "--no-noise-floor", "--quiet", "--gate", "ssim=-1"]
     command([str(word) for word in line], standalone_mode=False)
 
 

@@ -14,13 +14,20 @@ from quantkit.calibration.statistics.sampling import SAMPLE_ROWS
 from quantkit.models.component_layers import Layer
 from quantkit.numerics.histogram import count_bins
 from quantkit.pipelines.batches import GrowingBatches
-from quantkit.recipe.load import load_recipe
+from quantkit.recipe.load import change_recipe, load_recipe
 from quantkit.storage.tensorfile import TensorInfo
 
 PROMPTS = ("a red circle", "two blue squares", "a tree")
 
-RECIPE = load_recipe("fp8").with_calibration(
-    {"prompts": 3, "steps": 4, "buckets": 2, "batch": 2, "seed": 7}
+RECIPE = change_recipe(
+    load_recipe("fp8"),
+    {
+        "calibration.prompts": 3,
+        "calibration.steps": 4,
+        "calibration.buckets": 2,
+        "calibration.batch": 2,
+        "calibration.seed": 7,
+    },
 )
 
 

@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 #: Two networks that nobody here has.
-PICTURES = ("--count", 1, "--steps", 2, "--without", "lpips", "--without", "clip",
+PICTURES = ("--count", 1, "--steps", 2, "--lpips-weights", "none", "--clip", "none",
             "--no-noise-floor", "--device", "cpu", "--json", "-q")  # fmt: skip
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -72,8 +72,8 @@ class Door:
     #: 16-bit pipeline with the same weights
     dense: Path
     denoiser: str
-    #: of pack
-    encoders: tuple[str, ...] = ()
+    #: its text encoders are packed, too
+    encoders: bool = False
 
 
 def write_whole_checkpoint(pipeline, path):
@@ -112,7 +112,7 @@ def _qwen(root):
 
 def _flux(root):
     folder = pipelines.tiny_flux_pipeline(root / "flux")
-    return Door((folder,), folder, "transformer", ("--text-encoders",))
+    return Door((folder,), folder, "transformer", True)
 
 
 def _sdxl(root):
@@ -178,7 +178,7 @@ class Made:
             given: tuple[Any, ...] = ()
             if recipe in {"int8", "int4"}:
                 given = self.statistics(name, "int4")
-                given += (*door.encoders, recipe) if door.encoders else ()
+                given += ("--set", f"text_encoders={recipe}") if door.encoders else ()
             else:
                 given = self.statistics(name, recipe)[:2] if recipe == "comfyui" else ()
             run("pack", *door.model, "-r", recipe, *given, "-o", folder, "-q")
@@ -210,7 +210,7 @@ def test_four_bits_draw_the_originals_pictures(name, made, tmp_path):
 
 
 def ssim_of_folders(original, other):
-    options = ("--without", "lpips", "--without", "clip", "--device", "cpu", "--json", "-q")
+    options = ("--lpips-weights", "none", "--clip", "none", "--device", "cpu", "--json", "-q")
     told = json.loads(run("eval", "images", original, other, *options))
     return told["metrics"]["ssim"]["summary"]["mean"]
 

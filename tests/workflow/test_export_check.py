@@ -97,8 +97,8 @@ def test_a_recipe_without_a_counterpart_for_text_encoders_is_refused(part_of, tm
 def packed(transformer_pipeline_dir, tmp_path_factory):
     """Return a denoiser and a text encoder that are packed in int8, and in blocks."""
     root = tmp_path_factory.mktemp("packed")
-    pack(transformer_pipeline_dir, recipe="comfyui-int8", output=root / "int8",
-         text_encoders="int8")  # fmt: skip
+    int8 = load_recipe("comfyui-int8", {"text_encoders": "int8"})
+    pack(transformer_pipeline_dir, recipe=int8, output=root / "int8")
     pack(transformer_pipeline_dir, recipe="gguf", output=root / "blocks")
     return root
 

@@ -64,23 +64,19 @@ def test_calibration_reaches_every_layer(model, recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["refiner", "fill"], indirect=True)
 def test_sensitivity_and_recovery_give_pictures_too(model, recipe, tmp_path):
-    sampling = quantkit.Sampling(count=2, steps=2, batch=2)
     calibration = tmp_path / "c.safetensors"
-    quantkit.calibrate(model, recipe=recipe, output=calibration, prompts=PROMPTS, sampling=sampling)
+    quantkit.calibrate(model, recipe=recipe, output=calibration, prompts=PROMPTS)
     found = quantkit.measure_sensitivity(
         model,
         recipe=recipe,
         calibration=calibration,
         measure=1,
         prompts=PROMPTS,
-        sampling=sampling,
     )
     assert any(layer.measured for layer in found.sensitivity.layers)
     masks = tmp_path / "m.safetensors"
     quantkit.sparsify(model, recipe="fp8-sparse", calibration=calibration, output=masks)
-    training = quantkit.Training(
-        steps=1, batch=2, sampling_batch=2, sampling_steps=2, trajectories=2, quantize=False
-    )
+    training = quantkit.Training(steps=1, batch=2, sampling_batch=2, trajectories=2, quantize=False)
     recovered = quantkit.recover(
         model, output=tmp_path / "r", masks=masks, prompts=PROMPTS, training=training
     )
@@ -122,7 +118,7 @@ def test_a_sensitivity_whose_pipeline_does_not_run_ends_before_it_measures(
             pipeline_dir,
             calibration=calibration,
             prompts=PROMPTS,
-            sampling=quantkit.Sampling(steps=TOO_MANY),
+            recipe=quantkit.load_recipe("fp8", {"calibration.steps": TOO_MANY}),
         )
 
 

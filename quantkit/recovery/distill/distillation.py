@@ -18,14 +18,14 @@ from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libra
 from quantkit.progress import Progress
 from quantkit.recipe.schema import Recipe
 from quantkit.recovery.distill.distributed import Ranks, joined, own_device
-from quantkit.recovery.distill.early_stopping import (
+from quantkit.recovery.distill.optimizer import Offloaded, Resident, Stepper
+from quantkit.recovery.distill.settings import DistillSettings
+from quantkit.recovery.distill.student_training import Trainer
+from quantkit.recovery.distill.training_progress import (
     ScoredStep,
     TrainingProgress,
     ValidationScore,
 )
-from quantkit.recovery.distill.optimizer import Offloaded, Resident, Stepper
-from quantkit.recovery.distill.settings import DistillSettings
-from quantkit.recovery.distill.student_training import Trainer
 from quantkit.recovery.distill.training_resume import Checkpoint, identify
 from quantkit.recovery.distill.trajectories import Teacher
 from quantkit.recovery.distill.validation import Pictures, PictureWatcher, Viewer, hold_out

@@ -15,7 +15,6 @@ _COUNTS = (
     "refresh",
     "watch_every",
     "watched",
-    "patience",
 )
 
 
@@ -56,8 +55,6 @@ class DistillSettings:
     watch_every: int | None = 500
     #: how many pictures
     watched: int = 8
-    #: looks without improvement after which training stops; None: it goes on to the end
-    patience: int | None = None
     #: optimizer and average in the CPU's memory, 16-bit weights on the GPU, stepped one by one
     offload: bool = False
     seed: int = 0
@@ -74,11 +71,6 @@ class DistillSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RecipeError(f"recovery: {name} {value}, wanted at least 1")
-        if self.patience is not None and self.watch_every is None:
-            raise RecipeError(
-                "recovery: patience counts comparisons of pictures, and watch_every, which makes "
-                "them, is not set; set it"
-            )
         if self.seconds is not None and not self.seconds > 0:
             raise RecipeError(f"recovery: seconds {self.seconds:g}, wanted more than 0")
         if not self.rate > 0:

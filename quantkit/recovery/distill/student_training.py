@@ -12,15 +12,14 @@ from torch.nn import functional
 from quantkit.errors import NonFiniteError, QuantkitError
 from quantkit.recovery.denoiser_calls import Chunk, Template
 from quantkit.recovery.distill.distributed import Ranks
-from quantkit.recovery.distill.early_stopping import (
+from quantkit.recovery.distill.optimizer import Stepper
+from quantkit.recovery.distill.settings import DistillSettings
+from quantkit.recovery.distill.training_progress import (
     Clock,
-    EarlyStopping,
     ScoredStep,
     TrainingProgress,
     ValidationScore,
 )
-from quantkit.recovery.distill.optimizer import Stepper
-from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.trajectories import Teacher, TrajectoryStore
 
 #: Steps after which the loss is read, which waits for the device.
@@ -92,7 +91,6 @@ class Trainer:
         self._device = next(student.parameters()).device
         self._settings = settings
         self._ranks = ranks or Ranks()
-        self._patience = EarlyStopping(settings.patience)
 
     def run(
         self,
@@ -100,7 +98,7 @@ class Trainer:
         watcher: Watcher | None = None,
         saver: Saver | None = None,
     ) -> dict[str, Tensor]:
-        """Train to the end of the steps or of the time, or until pictures stop improving.
+        """Train to the end of the steps or of the time.
 
         Args:
             watch: told of the loss.
@@ -108,7 +106,7 @@ class Trainer:
             saver: keeps the training now and then; None: nobody does.
 
         Returns:
-            the averaged weights; those of the best look when patience ended the run.
+            the averaged weights.
 
         Raises:
             NonFiniteError: the loss is NaN or Inf.
@@ -125,13 +123,11 @@ class Trainer:
                 "checkpointing or offload",
                 fields=("batch", "checkpointing", "offload"),
             ) from error
-        return self._patience.best or self.stepper.average
+        return self.stepper.average
 
     @property
     def written_look(self) -> ScoredStep | None:
         """The look at the weights that ``run`` returned; None: there was none."""
-        if self._patience.over:
-            return self._patience.best_step
         last = self.points[-1]
         if last.look is None or last.step != self.step:
             return None
@@ -264,7 +260,6 @@ class Trainer:
     def _fraction(self) -> float:
         steps, seconds = self._settings.steps, self._settings.seconds
         return max(
-            1.0 if self._patience.over else 0.0,
             0.0 if steps is None else self.step / steps,
             0.0 if seconds is None else self.clock.elapsed / seconds,
         )
@@ -284,7 +279,6 @@ class Trainer:
         if watcher is not None:
             with self.clock.paused():
                 look = watcher.look(self.stepper.average)
-                self._patience.see(self.step, look, self.stepper.average)
         fraction = min(1.0, self._fraction())
         self.points.append(TrainingProgress(self.step, loss, seconds, fraction, look))
 

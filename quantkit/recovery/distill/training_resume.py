@@ -11,9 +11,9 @@ from typing import Any
 from quantkit.errors import ArtefactError, OutputError
 from quantkit.models.source import Component
 from quantkit.recipe.schema import Recipe
-from quantkit.recovery.distill.early_stopping import Clock, ScoredStep, TrainingProgress
 from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.student_training import Trainer
+from quantkit.recovery.distill.training_progress import Clock, ScoredStep, TrainingProgress
 from quantkit.sparsity.maskfile import MaskSet
 from quantkit.storage.artefact import read_artefact, write_artefact
 from quantkit.storage.digest import sha256_of_range

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from skimage.metrics import structural_similarity
 from torch import Tensor, nn
 
-from quantkit.recovery.distill.early_stopping import ValidationScore
 from quantkit.recovery.distill.settings import DistillSettings
+from quantkit.recovery.distill.training_progress import ValidationScore
 from quantkit.recovery.distill.trajectories import Teacher
 from quantkit.recovery.fake_quant import install
 from quantkit.recovery.straight_through_estimator import LayerQuant

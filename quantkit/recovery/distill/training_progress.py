@@ -1,12 +1,9 @@
-"""Progress of a training: how far it is, how long it took, and when to stop it early."""
+"""Progress of a training: how far it is, how long it took, how near its pictures are."""
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -64,39 +61,3 @@ class Clock:
             yield
         finally:
             self.paused_for += time.monotonic() - begun
-
-
-class EarlyStopping:
-    """Counts looks that brought no improvement, and keeps the weights of the best."""
-
-    def __init__(self, limit: int | None) -> None:
-        """End after ``limit`` looks in vain; None: never."""
-        self._limit = limit
-        self._best = ScoredStep(0, ValidationScore("", -math.inf))
-        self._vain = 0
-        self._kept: dict[str, Tensor] | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether there were too many."""
-        return self._limit is not None and self._vain >= self._limit
-
-    @property
-    def best(self) -> dict[str, Tensor] | None:
-        """The weights of the best look, once it is over; on the CPU."""
-        return self._kept if self.over else None
-
-    @property
-    def best_step(self) -> ScoredStep | None:
-        """The best look, once it is over."""
-        return self._best if self.over else None
-
-    def see(self, step: int, look: ValidationScore, average: dict[str, Tensor]) -> None:
-        """Count the look at a step's weights."""
-        if self._limit is None:
-            return
-        if look.value > self._best.score.value:
-            self._best, self._vain = ScoredStep(step, look), 0
-            self._kept = {n: v.detach().to("cpu", copy=True) for n, v in average.items()}
-        else:
-            self._vain += 1
