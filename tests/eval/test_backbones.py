@@ -90,7 +90,7 @@ def test_lpips_without_cache_and_network_says_what_to_do(monkeypatch):
         raise URLError("no route")
 
     monkeypatch.setattr(backbones_module, "_build", fail)
-    with pytest.raises(ModelError, match=r"no route.*give its file, or leave lpips out"):
+    with pytest.raises(ModelError, match=r"no route.*give its file, or none to leave LPIPS out"):
         load_lpips(None, device=CPU)
 
 
@@ -116,7 +116,7 @@ def test_clip_cuts_prompts_that_are_too_long(clip_dir):
 
 
 def test_clip_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"no CLIP model could be loaded.*leave clip out"):
+    with pytest.raises(ModelError, match=r"no CLIP model could be loaded.*none to leave CLIP out"):
         load_clip(str(tmp_path / "nothing"), device=CPU)
 
 

@@ -80,7 +80,6 @@ def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo,
     assert fp8["comparison"]["clip"]["original"] == sparse["comparison"]["clip"]["original"]
     assert {path.name for path in output.iterdir()} == {
         ".quantkit", "captions.txt", "calibration", "hessians", "budget.masks",
-        "fp8-attention.yaml", "int8-attention.yaml",
         "index.html", "methods.md", "methods.json", *rows, *(f"report-{row}" for row in rows),
     }  # fmt: skip
     assert [floor["name"] for floor in fp8["noise_floor"]] == ["dtype", "batch"]

@@ -128,8 +128,9 @@ def test_values_are_frozen(found):
 
 def test_every_command_is_a_function_of_the_workflow():
     """No command works by itself: each module of the command line imports the workflow's."""
-    printing = {"__init__", "bench_tables", "console", "estimate_tables", "evaluation_options",
-                "help_command", "kernel_tables", "library_noise", "mask_table", "options",
+    printing = {"__init__", "bench_tables", "command", "console", "estimate_tables",
+                "evaluation_options", "help_command", "kernel_tables", "library_noise",
+                "mask_table", "options",
                 "preview", "rate_column", "recovery_options", "report_tables",
                 "standard_streams"}  # fmt: skip
     modules = {path.stem: path.read_text() for path in (ROOT / "quantkit/cli").glob("*.py")}
@@ -165,7 +166,7 @@ def test_errors_name_arguments_and_not_options():
     unknown = {(path, field) for path, field in fields if field not in known}
     # Keys of recipes, which --set takes.
     keys = set(quantkit.load_recipe("fp8").model_dump())
-    assert not {(path, field) for path, field in unknown if field.split(".")[0] not in keys}
+    assert not {(path, f) for path, f in unknown if str(f).split(".")[0] not in keys}
 
 
 def every_command(group):
