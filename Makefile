@@ -11,8 +11,9 @@ FAST := project/test_architecture.py storage/test_files.py storage/test_inputfil
 OLDEST_PYTHON ?= python3.10
 OLDEST := .venv-oldest
 KERNELS := $(wildcard $(foreach end,hip h cpp,kernels/*.$(end) kernels/*/*.$(end)))
-# A process a core and a thread each: threads of several processes get in each other's way.
-RUN := -m pytest -n logical --maxprocesses 4 --dist loadgroup -p no:cacheprovider
+# A process a core and a thread each: threads of several processes get in each other's way. What the
+# tests of a file share is made once.
+RUN := -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -p no:cacheprovider
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(RUN)
 
 # Of `make mutants`: how many of each group (0: all), of which seed, and which groups.
@@ -20,7 +21,7 @@ SAMPLE ?= 200
 SEED ?= 1
 GROUPS ?=
 
-.PHONY: help demo test test-all fast nightly oldest sanitize fuzz mutants golden check format docs clean
+.PHONY: help demo test test-all gates fast nightly oldest sanitize fuzz mutants golden check format docs clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -34,8 +35,11 @@ test: $(INSTALLED) ## all tests but exhaustive ones
 test-all: $(INSTALLED) ## all tests
 	$(PYTEST) tests
 
+gates: $(INSTALLED) ## machine code of every operation for gfx1201, of which make test builds some
+	$(PYTEST) --dist load -m exhaustive -k "pass_the_gates and gfx1201" tests/device/test_kernels.py
+
 fast: $(INSTALLED) ## tests of the numbers, files and rules: 90 seconds
-	$(PYTEST) -m "not slow and not gpu" $(FAST:%=tests/%)
+	$(PYTEST) -m "not slow and not gpu and not exhaustive" $(FAST:%=tests/%)
 
 nightly: $(INSTALLED) ## property tests on values drawn anew; make prints the seed
 	$(PYTEST) -m hypothesis --hypothesis-profile drawn --hypothesis-seed $(shell date +%Y%m%d%H%M) tests
@@ -43,7 +47,7 @@ nightly: $(INSTALLED) ## property tests on values drawn anew; make prints the se
 oldest: $(INSTALLED) ## tests of numbers, files, pipelines, loading and torch.compile on the oldest versions allowed
 	$(BIN)/uv venv --quiet --clear --python $(OLDEST_PYTHON) $(OLDEST)
 	$(BIN)/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[dev]'
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(RUN) -m "not slow and not gpu" $(FAST:%=tests/%) \
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(RUN) -m "not slow and not gpu and not exhaustive" $(FAST:%=tests/%) \
 		tests/pipelines tests/inference
 
 sanitize: $(INSTALLED) ## host kernels under AddressSanitizer and UBSan
@@ -73,12 +77,13 @@ docs: $(INSTALLED) ## build the pages strictly; opens as build/site/index.html
 clean: ## remove what was built and installed
 	rm -rf $(VENV) $(OLDEST) build dist *.egg-info demo-output
 
-# An index of PyTorch's wheels for ROCm, or for CPUs alone: `make demo TORCH=...`. pip then keeps what it finds installed.
+# An index of PyTorch's wheels for ROCm, or for CPUs alone: `make demo TORCH=...`. What is installed stays.
 TORCH ?=
+INSTALL := $(BIN)/uv pip install --quiet --python $(VENV)
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	test -z '$(TORCH)' || $(BIN)/python -m pip install --quiet torch torchvision --index-url '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[dev,docs]'
+	$(BIN)/python -m pip install --quiet uv
+	test -z '$(TORCH)' || $(INSTALL) torch torchvision --index-url '$(TORCH)'
+	$(INSTALL) --editable '.[dev,docs]'
 	touch $@

@@ -16,6 +16,7 @@ from quantkit.eval.pages.report import write_report
 
 from tests.support.browser import LARGE, launched, live_facts, shown, write_pages
 from tests.support.reports import made, made_report
+from tests.support.sampling import one_of_each
 
 #: What makes a page hard or impossible to use for somebody.
 SERIOUS = ("serious", "critical")
@@ -47,7 +48,10 @@ def violations(page):
     ]
 
 
-@pytest.mark.parametrize("look", [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")])
+LOOKS = [(1280, "light"), (400, "dark"), (1280, "dark"), (400, "light")]
+
+
+@pytest.mark.parametrize("look", one_of_each(LOOKS, lambda look: look[0]), ids=str)
 @pytest.mark.parametrize("name", ["small", "images", "methods", "live", "course"])
 def test_everybody_can_use_the_page(browser, pages, tmp_path, name, look):
     width, scheme = look
