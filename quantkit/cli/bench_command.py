@@ -1,7 +1,7 @@
 """``quantkit kernels bench``: kernels against libraries, shape by shape."""
 
 import sys
-from pathlib import Path
+from typing import Any
 
 import click
 
@@ -30,6 +30,8 @@ from quantkit.storage.limits import MAX_COUNT
 )
 @click.option(
     "--against",
+    "against_torch",
+    callback=lambda _, __, value: value == "torch",
     type=click.Choice(("torch", "none")),
     default="none",
     show_default=True,
@@ -67,20 +69,7 @@ from quantkit.storage.limits import MAX_COUNT
 @options.force
 @options.quiet
 @options.as_json
-def bench(
-    ops: tuple[str, ...],
-    shapes: str,
-    against: str,
-    device: str,
-    repeats: int,
-    seconds: float,
-    save_baseline: Path | None,
-    baseline: Path | None,
-    threshold: float,
-    force: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+def bench(quiet: bool, as_json: bool, **given: Any) -> None:
     """Check and time the kernels, and say how near they come to what the device can do.
 
     Every result is compared with its reference first. A wrong one is not timed; exit code 1.
@@ -88,19 +77,7 @@ def bench(
     from quantkit.workflow.bench import bench_kernels
 
     with progress_bar(quiet=quiet) as progress:
-        found = bench_kernels(
-            ops=ops,
-            shapes=shapes,
-            against_torch=against == "torch",
-            device=device,
-            repeats=repeats,
-            seconds=seconds,
-            baseline=baseline,
-            threshold=threshold,
-            save_baseline=save_baseline,
-            force=force,
-            progress=progress,
-        )
+        found = bench_kernels(**given, progress=progress)
     if as_json:
         print_json(found.to_json())
     else:

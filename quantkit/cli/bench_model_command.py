@@ -1,7 +1,9 @@
 """``quantkit bench model``: one denoising step of a whole denoiser, packed and not."""
 
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -50,7 +52,8 @@ def bench() -> None:
 )
 @click.option(
     "--compile",
-    "compile_",
+    "compile_blocks",
+    callback=lambda _, __, value: value == "blocks",
     type=click.Choice(("whole", "blocks")),
     default="whole",
     show_default=True,
@@ -73,6 +76,7 @@ def bench() -> None:
 )
 @click.option(
     "--attention",
+    callback=lambda _, __, value: tuple(dict.fromkeys(value)),
     type=click.Choice(("e4m3fn", "int8")),
     multiple=True,
     help="Each contender but torchao's also with attention on codes of this format, as "
@@ -129,30 +133,7 @@ def bench() -> None:
 @options.force
 @options.quiet
 @options.as_json
-def model_command(
-    config: str,
-    batch: int,
-    size: int,
-    contenders: tuple[str, ...],
-    compile_: str,
-    graph: bool,
-    channels_last: bool,
-    fuse_projections: bool,
-    attention: tuple[str, ...],
-    min_keys: int,
-    static_scales: bool,
-    device: str,
-    repeats: int,
-    seconds: float,
-    in_a_row: int | None,
-    estimate: str | None,
-    profile: bool,
-    scratch: Path | None,
-    save: Path | None,
-    force: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+def model_command(estimate: str | None, quiet: bool, as_json: bool, **given: Any) -> None:
     """Time one step of a denoiser in 16 bit, by torchao, and packed, in one run.
 
     Random weights are packed, saved and loaded as a user's are. Every output is checked first; exit
@@ -160,48 +141,20 @@ def model_command(
     """
     from quantkit.workflow.bench import ModelBenchSettings, bench_model, estimate_model
 
-    settings = ModelBenchSettings(
-        batch,
-        size,
-        compile_blocks=compile_ == "blocks",
-        graph=graph,
-        profile=profile,
-        channels_last=channels_last,
-        fuse_projections=fuse_projections,
-        attention=tuple(dict.fromkeys(attention)),
-        min_keys=min_keys,
-        static_scales=static_scales,
-        in_a_row=in_a_row,
-        scratch=scratch,
-    )
+    names = {field.name for field in fields(ModelBenchSettings)} & given.keys()
+    settings = ModelBenchSettings(**{name: given.pop(name) for name in names})
     if estimate is not None:
+        for name in ("device", "repeats", "seconds"):
+            del given[name]
         with progress_bar(quiet=quiet) as progress:
-            estimated = estimate_model(
-                config,
-                card=estimate,
-                settings=settings,
-                contenders=contenders,
-                save=save,
-                force=force,
-                progress=progress,
-            )
+            estimated = estimate_model(**given, card=estimate, settings=settings, progress=progress)
         if as_json:
             print_json(estimated.to_json())
         else:
             print_estimate(estimated)
         return
     with progress_bar(quiet=quiet) as progress:
-        result = bench_model(
-            config,
-            settings=settings,
-            contenders=contenders,
-            device=device,
-            repeats=repeats,
-            seconds=seconds,
-            save=save,
-            force=force,
-            progress=progress,
-        )
+        result = bench_model(**given, settings=settings, progress=progress)
     if as_json:
         print_json(result.to_json())
     else:

@@ -3,7 +3,7 @@
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -73,38 +73,20 @@ def list_command(as_json: bool) -> None:
 @options.dry_run
 @options.quiet
 @options.as_json
-def build_command(
-    target: str,
-    output: Path,
-    every: bool,
-    ops: tuple[str, ...],
-    compiler: str | None,
-    force: bool,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+def build_command(quiet: bool, as_json: bool, **given: Any) -> None:
     """Compile kernels ahead of time: linked code objects and manifest.json.
 
     The manifest tells any program how to launch them. No GPU is needed: AMD targets take clang 22
     or newer, sm_89 takes the NVRTC that torch brings along.
     """
-    from quantkit.workflow.kernels import build_kernels, plan_build
+    from quantkit.workflow.kernels import build_kernels
 
-    if dry_run:
-        _print_plan(target, output, plan_build(target, ops=ops, every=every), as_json=as_json)
-        return
     with progress_bar(quiet=quiet) as progress:
-        manifest = build_kernels(
-            target,
-            output=output,
-            ops=ops,
-            every=every,
-            compiler=compiler,
-            force=force,
-            progress=progress,
-        )
-    _print_manifest(manifest, output, as_json=as_json)
+        made: Any = build_kernels(**given, progress=progress)
+    if given["dry_run"]:
+        _print_plan(given["target"], given["output"], made, as_json=as_json)
+    else:
+        _print_manifest(made, given["output"], as_json=as_json)
 
 
 @kernels.command("check", example="quantkit kernels check --target gfx1201 --op gemm_fp8")
@@ -122,13 +104,7 @@ def build_command(
 @options.quiet
 @options.as_json
 def check_command(
-    folder: Path | None,
-    targets: tuple[str, ...],
-    every: bool,
-    ops: tuple[str, ...],
-    compiler: str | None,
-    quiet: bool,
-    as_json: bool,
+    folder: Path | None, targets: tuple[str, ...], quiet: bool, as_json: bool, **given: Any
 ) -> None:
     """Fail on spills, on too much LDS, on matrix instructions that are missing or masked, on waits.
 
@@ -143,10 +119,7 @@ def check_command(
     reports = [check_kernels(folder)] if folder else []
     for target in targets:
         with progress_bar(quiet=quiet) as progress:
-            report = check_target(
-                target, ops=ops, every=every, compiler=compiler, progress=progress
-            )
-        reports.append(report)
+            reports.append(check_target(target, **given, progress=progress))
     print_reports(reports, as_json=as_json)
     if not all(report.passed for report in reports):
         sys.exit(1)

@@ -60,23 +60,6 @@ def list_kernels() -> KernelList:
     return KernelList(tuple(OPS.values()), tuple(ARCHS.values()))
 
 
-def plan_build(target: str, *, ops: Sequence[str] = (), every: bool = False) -> tuple[str, ...]:
-    """Say which kernels ``build_kernels`` would compile.
-
-    Args:
-        target: as gfx1200.
-        ops: only these operations; empty: all.
-        every: every combination of formats, scales, types and tiles, instead of e4m3fn in 16 bit.
-
-    Returns:
-        their names.
-
-    Raises:
-        InputError: an unknown target or operation.
-    """
-    return tuple(variant.symbol for variant in _select(target, ops, every=every))
-
-
 def build_kernels(
     target: str,
     *,
@@ -85,8 +68,9 @@ def build_kernels(
     every: bool = False,
     compiler: str | None = None,
     force: bool = False,
+    dry_run: bool = False,
     progress: Progress = silent,
-) -> Manifest:
+) -> Manifest | Any:
     """Compile kernels ahead of time: linked code objects and manifest.json.
 
     Args:
@@ -96,6 +80,7 @@ def build_kernels(
         every: every combination of formats, scales, types and tiles, instead of e4m3fn in 16 bit.
         compiler: path of clang for AMD targets; None: the newest on PATH.
         force: replace an existing folder.
+        dry_run: compile nothing, and return the kernels' names.
         progress: told of kernels done.
 
     Returns:
@@ -107,6 +92,8 @@ def build_kernels(
         KernelError: a kernel that does not compile.
     """
     variants = _select(target, ops, every=every)
+    if dry_run:
+        return tuple(variant.symbol for variant in variants)
     return build(target, Path(output), variants, compiler=compiler, force=force, progress=progress)
 
 
