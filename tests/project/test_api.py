@@ -7,8 +7,10 @@ import json
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -16,11 +18,15 @@ from click.testing import CliRunner
 
 import quantkit
 import quantkit.workflow
+from quantkit.bench.models.model_result import ModelBenchSettings
 from quantkit.cli import options_of
 from quantkit.cli import quantkit as command
 from quantkit.cli.recovery_options import take_training
 from quantkit.errors import InputError, OutputError, QuantkitError, RecipeError
 from quantkit.inference.layers.layer_summary import packed_layers
+from quantkit.workflow.bench import bench_kernels, bench_model
+from quantkit.workflow.compare_images import compare_images
+from quantkit.workflow.kernels import build_kernels
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(set(quantkit.__all__) - {"__version__"})
@@ -208,6 +214,44 @@ def test_settings_out_of_range_are_refused(settings, words):
 def test_an_unknown_way_to_recover_is_refused(pipeline_dir):
     with pytest.raises(InputError, match="method 'magic': unknown, wanted one of distill, obs"):
         quantkit.recover(pipeline_dir, output="x", method="magic")
+
+
+#: Commands, their functions, and the settings that their options are fields of.
+JOBS: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {
+    "calibrate model": (quantkit.calibrate, ()),
+    "calibrate hessian": (quantkit.calibrate_hessians, ()),
+    "calibrate sensitivity": (quantkit.measure_sensitivity, ()),
+    "calibrate optimize": (quantkit.optimize, ()),
+    "sparsify": (quantkit.sparsify, ()),
+    "recover": (quantkit.recover, (quantkit.Training,)),
+    "pack": (quantkit.pack, ()),
+    "export": (quantkit.export, ()),
+    "import": (quantkit.import_file, ()),
+    "run": (quantkit.run, (quantkit.EvaluationSettings,)),
+    "eval report": (quantkit.evaluate, (quantkit.EvaluationSettings,)),
+    "eval compare": (quantkit.compare, (quantkit.EvaluationSettings,)),
+    "eval images": (compare_images, ()),
+    "kernels build": (build_kernels, ()),
+    "kernels bench": (bench_kernels, ()),
+    "bench model": (bench_model, (ModelBenchSettings,)),
+}
+#: Options that the command line itself reads, and arguments that no option sets.
+READ_HERE = {"quiet", "as_json", "gates", "preview", "estimate"}
+PASSED_ON = {"progress", "tell", "commands", "settings", "training", "limits", "watch", "without",
+             "trajectories", "scratch"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_options_of_a_command_are_the_arguments_of_its_function(name):
+    group, *rest = name.split(" ")
+    found = command.commands[group]
+    for word in rest:
+        assert isinstance(found, click.Group)
+        found = found.commands[word]
+    job, settings = JOBS[name]
+    arguments = {*inspect.signature(job).parameters, *(f.name for s in settings for f in fields(s))}
+    options = {p.name for p in found.params if p.expose_value}
+    assert options - READ_HERE - PASSED_ON == arguments - PASSED_ON
 
 
 def test_training_has_an_option_for_every_setting():
