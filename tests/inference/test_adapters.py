@@ -25,6 +25,7 @@ from tests.support.adapters import RANK, ByHand, branches
 from tests.support.answers import step
 from tests.support.loading import plain, unet_class, weight_files
 from tests.support.packed import pack_component, packed_module
+from tests.support.sampling import turned
 
 peft = pytest.importorskip("peft")
 
@@ -35,9 +36,9 @@ def prefixed(state):
     return {f"unet.{name}": tensor for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
-@pytest.mark.parametrize("kind", ["linear", "conv"])
-def test_peft_adds_its_branch_to_every_scheme(kind, scheme):
+@pytest.mark.parametrize("case", turned(SCHEMES, ("linear", "conv")))
+def test_peft_adds_its_branch_to_every_scheme(case):
+    scheme, kind = SCHEMES[case[0]], case[1]
     torch.manual_seed(0)
     dtype = torch.bfloat16  # neither the codes' nor peft's own
     dense = nn.Linear(64, 24) if kind == "linear" else nn.Conv2d(32, 24, 3, 2, 1)
@@ -264,9 +265,9 @@ def _environment():
 
 @torch.no_grad()
 @pytest.mark.usefixtures("_environment")
-@pytest.mark.parametrize("scheme", ["token-smooth", "token-sparse", "int4-none"])
-@pytest.mark.parametrize("tuner", TUNERS)
-def test_a_tuner_does_to_packed_layers_what_it_does_to_dense_ones(tuner, scheme):
+@pytest.mark.parametrize("case", turned(TUNERS, ("token-smooth", "token-sparse", "int4-none")))
+def test_a_tuner_does_to_packed_layers_what_it_does_to_dense_ones(case):
+    tuner, scheme = case
     packed: Any = Both(SCHEMES[scheme])
     dense = copy.deepcopy(packed)
     dense.linear, dense.conv = as_dense(packed.linear), as_dense(packed.conv)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from quantkit.numerics.nibbles import integer_codes
 from quantkit.numerics.scales import cast
 from quantkit.numerics.scheme import Activation, Scheme
 from tests.support.packed import packed_module
-from tests.support.sampling import one_of_each, paired
+from tests.support.sampling import turned
 
 ROOT = Path(__file__).parents[2]
 TOKEN, STATIC, NONE = Activation.TOKEN, Activation.STATIC, Activation.NONE
@@ -63,11 +62,6 @@ CONVS = {
     "same": {"kernel_size": (2, 3), "padding": "same"},
     "valid": {"kernel_size": 3, "padding": "valid"},
 }
-
-
-@pytest.fixture(params=SCHEMES.values(), ids=list(SCHEMES))
-def scheme(request):
-    return request.param
 
 
 def rounded(values, scheme, scale, dim):
@@ -122,7 +116,7 @@ def assert_near(y, wanted, dtype, rounded_twice=False):
 SHAPES = [(48,), (5, 48), (2, 3, 48), (1, 2, 1, 48)]
 
 
-@pytest.mark.parametrize("case", paired(product(SCHEMES, DTYPES, SHAPES)))
+@pytest.mark.parametrize("case", turned(SCHEMES, DTYPES, SHAPES, times=3))
 def test_linear_is_what_its_scheme_says(case):
     name, dtype, shape = case
     scheme = SCHEMES[name]
@@ -152,8 +146,9 @@ def test_int4_gives_the_bits_of_the_int8_layer_that_it_is(make, pattern):
     assert torch.equal(layer.dequantized(), twin.dequantized())
 
 
-@pytest.mark.parametrize("options", CONVS.values(), ids=CONVS.keys())
-def test_conv_is_what_its_scheme_says(scheme, options):
+@pytest.mark.parametrize("case", turned(SCHEMES, CONVS, times=2))
+def test_conv_is_what_its_scheme_says(case):
+    scheme, options = SCHEMES[case[0]], CONVS[case[1]]
     torch.manual_seed(1)
     layer = packed_module(nn.Conv2d(32, 24, **options), scheme)
     x = torch.randn(2, 32, 9, 7)
@@ -252,12 +247,7 @@ def test_codes_and_scales_survive_every_cast(name, change):
         assert same_bytes(after[part], tensor)
 
 
-WAYS = [("linear", False), ("conv", True), ("linear", True), ("conv", False)]
-#: Every scheme in every way, whether shapes are dynamic: each begins with another.
-COMPILED = [(s, *WAYS[(i + turn) % 4]) for i, s in enumerate(SCHEMES) for turn in range(4)]
-
-
-@pytest.mark.parametrize("case", one_of_each(COMPILED, lambda case: case[0]), ids=str)
+@pytest.mark.parametrize("case", turned(SCHEMES, ("linear", "conv"), (False, True)))
 def test_layers_compile_without_a_graph_break(case):
     name, kind, dynamic = case
     dense = nn.Linear(32, 8) if kind == "linear" else nn.Conv2d(32, 8, 3, 2, 1)

@@ -164,6 +164,7 @@ def test_tensors_are_sent_to_the_bit(tensor):
     assert torch.equal(found[0], tensor)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_more_processes_than_batches_give_what_one_gives(arguments, whole, tmp_path):
     output = tmp_path / "out" / "c.safetensors"

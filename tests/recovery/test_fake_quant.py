@@ -29,6 +29,7 @@ from quantkit.recovery.fake_quant import fake_quantized, install, plan_quants
 from quantkit.recovery.straight_through_estimator import LayerQuant
 from quantkit.sparsity.choose import choose_masks
 from tests.support.packed import packed_module
+from tests.support.sampling import turned
 
 TOKEN, STATIC, NONE = Activation.TOKEN, Activation.STATIC, Activation.NONE
 SCHEMES = {
@@ -58,15 +59,9 @@ LAYERS = {
 }
 
 
-@pytest.fixture(params=SCHEMES.values(), ids=list(SCHEMES))
-def scheme(request):
-    return request.param
-
-
-@pytest.fixture(params=LAYERS.values(), ids=list(LAYERS))
-def case(request):
-    """A layer and an input, of which one row (or pixel) is all zero."""
-    make, shape = request.param
+def drawn(name):
+    """Return a layer and an input, of which one row (or pixel) is all zero."""
+    make, shape = LAYERS[name]
     torch.manual_seed(0)
     x = 2 * torch.randn(shape)
     x[..., :1, :] = 0
@@ -82,9 +77,10 @@ def both(dense, scheme):
     return packed, fake_quantized("layer", dense, quant)
 
 
-def test_forward_is_that_of_the_packed_layer(scheme, case):
-    dense, x = case
-    packed, fake = both(dense, scheme)
+@pytest.mark.parametrize("case", turned(SCHEMES, LAYERS, times=2))
+def test_forward_is_that_of_the_packed_layer(case):
+    dense, x = drawn(case[1])
+    packed, fake = both(dense, SCHEMES[case[0]])
     with use(Backend.REFERENCE), torch.no_grad():
         wanted = packed(x)
         found, exact = fake(x), dense(x)
@@ -105,9 +101,10 @@ def test_windows_in_pieces_give_the_same(monkeypatch):
     torch.testing.assert_close(fake(x), whole, rtol=0, atol=1e-5)
 
 
-def test_gradients_are_those_of_the_layer_with_the_quantized_weight(scheme, case):
-    dense, x = case
-    _, fake = both(dense, scheme)
+@pytest.mark.parametrize("case", turned(SCHEMES, LAYERS, times=2))
+def test_gradients_are_those_of_the_layer_with_the_quantized_weight(case):
+    dense, x = drawn(case[1])
+    _, fake = both(dense, SCHEMES[case[0]])
     grads, wanted = _gradients(fake, fake, x), _gradients(fake, copy.deepcopy(dense), x)
     for found, right in zip(grads, wanted, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
@@ -137,10 +134,11 @@ def _gradients(fake, module, x):
     return grads
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_sixteen_bit_pipelines_get_what_their_packed_layers_give(scheme, case, dtype):
-    dense, x = case
-    packed, fake = both(dense, scheme)
+@pytest.mark.parametrize("case", turned(SCHEMES, LAYERS, (torch.float16, torch.bfloat16), times=3))
+def test_sixteen_bit_pipelines_get_what_their_packed_layers_give(case):
+    name, layer, dtype = case
+    dense, x = drawn(layer)
+    packed, fake = both(dense, SCHEMES[name])
     # Inputs of hundreds: codes of 448 and their sums must not overflow float16.
     x = (100 * x).to(dtype)
     with use(Backend.REFERENCE), torch.no_grad():

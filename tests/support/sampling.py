@@ -1,6 +1,6 @@
 """What `make test` runs of many rows that are alike; the rest is exhaustive: `make test-all`."""
 
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 
@@ -31,6 +31,17 @@ def paired(rows):
     for row in rows:
         marks = () if repr(row) in few else pytest.mark.exhaustive
         yield pytest.param(row, marks=marks, id="-".join(map(_name, row)))
+
+
+def turned(first, *others, times=1):
+    """Yield a product as parameters, a tuple each: of each value of the first axis ``times``
+    combinations of the others, which take turns; the rest is exhaustive."""
+    rest = list(product(*others))
+    for index, value in enumerate(first):
+        for at, more in enumerate(rest):
+            late = (at - times * index) % len(rest) >= times
+            marks = pytest.mark.exhaustive if late else ()
+            yield pytest.param((value, *more), marks=marks, id="-".join(map(_name, (value, *more))))
 
 
 def _pairs(row):

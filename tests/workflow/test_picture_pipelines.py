@@ -16,6 +16,7 @@ from tests.support.picture_pipelines import (
     small_flux_pictures,
     two_controlnets,
 )
+from tests.support.sampling import one_of_each
 
 PROMPTS = ("a cat", "a red dog", "a blue house")
 #: Static scales, for which calibration has to see every layer.
@@ -27,6 +28,8 @@ calibration: {prompts: 2, steps: 2, buckets: 1, batch: 2}
 PICTURES = quantkit.EvaluationSettings(
     prompts=PROMPTS, count=1, steps=2, without=("lpips", "clip"), noise_floor=False
 )
+#: Those with a second network, and those of Flux; UNets alone are the rest.
+KINDS = {"controlnet": "two", "fill": "flux", "kontext": "flux"}
 #: More than any of the tiny schedulers was trained on.
 TOO_MANY = 5000
 
@@ -45,7 +48,7 @@ def model(request, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", PICTURE_PIPELINES, indirect=True)
+@pytest.mark.parametrize("model", one_of_each(PICTURE_PIPELINES, KINDS.get), indirect=True)
 def test_a_run_calibrates_packs_and_compares(model, recipe, tmp_path):
     report = quantkit.run(model, recipe=recipe, output=tmp_path / "run", settings=PICTURES)
     assert report.comparison.scores["ssim"].values[0] > 0.5
