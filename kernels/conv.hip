@@ -21,7 +21,7 @@
 
 using Tile = qk::VariantTile;
 using Mma = qk::VariantMma;
-using Loop = qk::VariantLoop<Tile, qk::Rows, qk::PictureTokens<Tile>>;
+using Loop = qk::VariantLoop<Tile, qk::ClampedRows, qk::PictureTokens<Tile>>;
 using Epilogue = qk::Epilogue<qk::Io(QK_IO), QK_X_SCALE == QK_TOKEN, QK_W_SCALE == QK_CHANNEL>;
 static_assert(QK_X_SCALE != QK_TOKEN, "a pixel is part of many outputs: they share a scale");
 

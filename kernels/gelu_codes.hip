@@ -1,16 +1,16 @@
 // q[i, j] = code(clamp(y[i, j] * smooth[j] / scale, -max, max)), with
-// y[i] = beside[i], then act(x[i]): two rows side by side
+// y[i] = prefix[i], then act(x[i]): two rows side by side
 //
-// x       io [m, k - n]                      beside  io [m, n] or null: n is 0
+// x       io [m, k - n]                      prefix         io [m, n] or null: n is 0
 // scale   f32 [1], read                      smooth         f32 [k], read with QK_SMOOTH alone
 // q       codes [m, k]
 // act is silu, gelu or gelu with tanh (activation.h), rounded to io, as a tensor between is. Any m
-// and k without `beside`; with it n and k are multiples of 16. Base pointers 16-byte aligned.
+// and k without `prefix`; with it n and k are multiples of 16. Base pointers 16-byte aligned.
 // Divides and rounds as quantize_static. NaN becomes the NaN code.
 //
 // Launch: 256 threads, grid (ceil(m * k / 8192), 1, 1). The codes are one flat array: run r of a
 // block, r = 0 and 1, gives thread t the 16 at 8192 * block + 4096 * r + 16 * t, so every access
-// but the last run's is 16 bytes. With `beside` a run lies in one of the two rows.
+// but the last run's is 16 bytes. With `prefix` a run lies in one of the two rows.
 #include "activation.h"
 #include "vector_io.h"
 
@@ -28,13 +28,14 @@ static_assert(kBlockValues == 8192, "launch.json divides M * K by this number");
 static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
 
 /// Where a run's values begin, and which column of q is theirs.
-struct Place {
+struct RunSource {
   const Memory* from;
   int column;
   bool acts;  // they are x's
 
   /// start: of the run in q; offset: from the block's first code.
-  QK_DEVICE Place(const Memory* x, const Memory* beside, qk::i64 start, int offset, int n, int k)
+  QK_DEVICE RunSource(const Memory* x, const Memory* prefix, qk::i64 start, int offset, int n,
+                      int k)
       : from(x + start), column(0), acts(true) {
     if (Input::kPlain && n == 0) return;
     // The block's place is the same in all lanes: a lane divides 32 bits alone.
@@ -44,14 +45,14 @@ struct Place {
     column = static_cast<int>(at - rows * static_cast<qk::u32>(k));
     if (n == 0) return;
     acts = column >= n;
-    from = acts ? x + (row + rows) * (k - n) + (column - n) : beside + (row + rows) * n + column;
+    from = acts ? x + (row + rows) * (k - n) + (column - n) : prefix + (row + rows) * n + column;
   }
 };
 
 }  // namespace
 
 QK_KERNEL(kThreads)
-QK_SYMBOL(const void* x, const void* beside, const float* smooth, const float* scale, qk::u8* q,
+QK_SYMBOL(const void* x, const void* prefix, const float* smooth, const float* scale, qk::u8* q,
           int m, int n, int k) {
   qk::start();
   const Input input{smooth};
@@ -67,8 +68,8 @@ QK_SYMBOL(const void* x, const void* beside, const float* smooth, const float* s
     const qk::i64 start = first + offset;
     if (start >= total) continue;
     const bool whole = start + kRun <= total;
-    const Place place(static_cast<const Memory*>(x), static_cast<const Memory*>(beside), start,
-                      offset, n, k);
+    const RunSource place(static_cast<const Memory*>(x), static_cast<const Memory*>(prefix), start,
+                          offset, n, k);
     raw[run] = Run::load_raw(place.from, whole, whole ? kRun : static_cast<int>(total - start));
     columns[run] = place.column;
     acts[run] = place.acts;

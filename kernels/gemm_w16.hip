@@ -59,11 +59,11 @@ QK_SYMBOL(const qk::u8* x, const qk::u8* w, const qk::u8* w_group, const void* w
   QK_SHARED(lds, Loop::kLdsBytes);
   qk::start();
   const int m0 = qk::block_y() * 16 * kTokenBlocks, n0 = qk::block_x() * 16 * Loop::kBlocksN;
-  const qk::u8* const beside =
+  const qk::u8* const meta =
       Loop::Codes::kGroupScales ? static_cast<const qk::u8*>(w_scale) : w_group;
   typename Loop::Accumulators acc = {};
   Loop loop;
-  if (!loop.run(acc, {x, w, beside, m, n, k}, lds, m0, n0)) return;
+  if (!loop.run(acc, {x, w, meta, m, n, k}, lds, m0, n0)) return;
   write({static_cast<const qk::f32*>(w_scale), bias, y, m, n, channels}, acc, m0, n0);
 }
 

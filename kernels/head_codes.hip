@@ -28,8 +28,8 @@ QK_SYMBOL(const void* first, const void* second, const float* first_weight,
   qk::start();
   const qk::Heads all{cos, sin, heads, d, scales, qk::bits_float(static_cast<qk::u32>(eps))};
   const int lanes = 2 * k, width = all.padded();
-  const qk::Place<1> place(lanes, m, width, qk::block_x());
-  const qk::Columns<1> columns(place.column, d);
+  const qk::LanePosition<1> place(lanes, m, width, qk::block_x());
+  const qk::HeadColumns<1> columns(place.column, d);
   const qk::Side<kIo, qk::Io::kF32, 1> side(
       all, {first, first_weight, first_tokens, first_pitch, first_column},
       {second, second_weight, m - first_tokens, second_pitch, second_column}, columns, place.token);

@@ -39,8 +39,8 @@ QK_SYMBOL(const void* first, const void* second, const float* first_weight,
   qk::start();
   const qk::Heads all{cos, sin, heads, d, scales, qk::bits_float(static_cast<qk::u32>(eps))};
   const int width = all.padded();
-  const qk::Place<kRuns> place(k, m, width, qk::block_x());
-  const qk::Columns<kRuns> columns(place.column, d);
+  const qk::LanePosition<kRuns> place(k, m, width, qk::block_x());
+  const qk::HeadColumns<kRuns> columns(place.column, d);
   const qk::Side<kIo, qk::Io::kF32, kRuns> side(
       all, {first, first_weight, first_tokens, first_pitch, first_column},
       {second, second_weight, m - first_tokens, second_pitch, second_column}, columns, place.token);

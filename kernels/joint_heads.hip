@@ -32,8 +32,8 @@ QK_SYMBOL(const void* first_q, const void* first_k, const void* first_v, const v
           int c_sv, int heads, int d, int eps) {
   qk::start();
   const qk::Heads all{cos, sin, heads, d, heads, qk::bits_float(static_cast<qk::u32>(eps))};
-  const qk::Place<1> place(k, m, d, qk::block_x());
-  const qk::Columns<1> columns(place.column, d);
+  const qk::LanePosition<1> place(k, m, d, qk::block_x());
+  const qk::HeadColumns<1> columns(place.column, d);
   const int token = place.token, second_tokens = m - first_tokens;
   const auto side = [&](const void* first, const void* first_weight, int first_column,
                         const void* second, const void* second_weight, int second_column) {

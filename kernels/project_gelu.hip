@@ -1,22 +1,21 @@
-// q[i, left + j] = code(clamp(act(y[i, j]) * smooth / scale, -max, max)),
-// y[i, j] = (sum_k x[i, k] * w[j, k]) * x_scale * w_scale + bias[j], and left of it the codes of
-// beside[i]
+// q[i, p + j] = code(clamp(act(y[i, j]) * smooth / scale, -max, max)), p = prefix_columns,
+// y[i, j] = (sum_k x[i, k] * w[j, k]) * x_scale * w_scale + bias[j], and before it the codes of
+// prefix[i]
 //
 // x       8-bit codes [M, K], K contiguous          x_scale  f32 [1], or [M] with per_token 1
 // w       dense, codes [N, K]                       w_scale  f32 [1], or [N] with per_channel 1
 //         sparse, codes [N, K/2] and w_meta u8 [N, K/8]
 //         int4, u8 [N, K/2] and w_group i8 [N, K/32]: weights_axis.h
-// bias    io [N] or null                            beside   io [M, left] or null: left is 0
-// smooth         f32 [left + N] or null             scale    f32 [1]
-// q       8-bit codes [M, left + N]
+// bias    io [N] or null                            prefix   io [M, p] or null: p is 0
+// smooth  f32 [p + N] or null                       scale    f32 [1]
+// q       8-bit codes [M, p + N]
 // act     of QK_ACT: silu, gelu or gelu with tanh (activation.h)
-// M, N any size >= 1, with left multiples of 16; K a multiple of 16, with sparse and int4 weights
-// of 32; base pointers 16-byte aligned. y and act(y) are rounded to io: the codes are
+// M, N any size >= 1, with a prefix N and p multiples of 16; K a multiple of 16, with sparse and
+// int4 weights of 32; base pointers 16-byte aligned. y and act(y) are rounded to io: the codes are
 // gelu_codes.hip's of what gemm.hip writes.
 //
 // Launch: Tile::kThreads threads, grid (ceil(N / kN), ceil(M / kM), 1); see launch.json.
-// The product of gemm.hip, with another end: activated.h. Blocks share what stands beside their
-// tokens.
+// The product of gemm.hip, with another end: activated.h. Blocks share the prefix of their tokens.
 #include "product.h"
 #include "activated.h"
 #include "raster.h"
@@ -30,14 +29,15 @@ static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS of ev
 
 QK_KERNEL(Tile::kThreads)
 QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w,
-          QK_META_PARAMETER(w) const float* w_scale, const void* bias, const void* beside,
-          const float* smooth, const float* scale, qk::u8* q, int m, int n, int k, int left,
-          int act, int per_token, int per_channel) {
+          QK_META_PARAMETER(w) const float* w_scale, const void* bias, const void* prefix,
+          const float* smooth, const float* scale, qk::u8* q, int m, int n, int k,
+          int prefix_columns, int act, int per_token, int per_channel) {
   QK_SHARED(lds, Loop::kLdsBytes);
   qk::start();
   const qk::TileOrigin origin = qk::tile_origin<Tile>(m, n);
-  const qk::ActivatedArgs args{x_scale, w_scale, bias, beside, smooth, scale, q, m, n, left};
-  qk::share_beside<Tile, qk::Format(QK_Y_FORMAT), qk::Io(QK_IO)>(args, origin);
+  const qk::ActivatedArgs args{x_scale, w_scale, bias, prefix, smooth,
+                               scale,   q,       m,    n,      prefix_columns};
+  qk::share_prefix<Tile, qk::Format(QK_Y_FORMAT), qk::Io(QK_IO)>(args, origin);
   typename Loop::Accumulators acc = {};
   Loop loop;
   if (!loop.run(acc, {x, w, QK_META(w), m, n, k}, lds, origin.m, origin.n)) return;

@@ -25,10 +25,10 @@ using Loop = qk::VariantLoop<Tile>;
 static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS of every tile");
 
 #if QK_WEIGHTS == QK_WEIGHTS_SPARSE
-using Columns = qk::TurnedColumns<Tile, Mma>;
+using ValueColumns = qk::TurnedColumns<Tile, Mma>;
 
 static_assert(!Tile::kDirect, "all waves have sums, and meet before codes turn");
-static_assert(Columns::kBytes <= Loop::kLdsBytes, "codes turn where operands were");
+static_assert(ValueColumns::kBytes <= Loop::kLdsBytes, "codes turn where operands were");
 #else
 using MmaColumns = qk::DenseMma<qk::Format(QK_X_FORMAT), qk::Format(QK_W_CODES)>;
 using LoopColumns = qk::LoopOf<Tile, MmaColumns>;
@@ -74,7 +74,7 @@ QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* wq,
     qk::CodeRows::run<Mma>(args, acc, origin.m + wave / Tile::kWavesN * Tile::kWaveM,
                            origin.n + wave % Tile::kWavesN * Tile::kWaveN);
   } else {
-    Columns::run(args, acc, lds, origin.m, origin.n);
+    ValueColumns::run(args, acc, lds, origin.m, origin.n);
   }
 #else
   const qk::CodesArgs args{x_scale,

@@ -48,8 +48,8 @@ QK_SYMBOL(const void* first_q, const void* first_k, const void* first_v, const v
     return;
   }
   const int width = all.padded();
-  const qk::Place<1> place(k, m, width, block % across);
-  const qk::Columns<1> columns(place.column, d);
+  const qk::LanePosition<1> place(k, m, width, block % across);
+  const qk::HeadColumns<1> columns(place.column, d);
   const int token = place.token;
   using Side = qk::Side<kIo, kIo, 1>;
   const Side sides[2] = {

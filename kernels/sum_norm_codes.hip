@@ -10,11 +10,13 @@
 
 QK_KERNEL_SHARING(QK_THREADS, kBlocks)
 QK_SYMBOL(const void* x, const void* added, const void* gate, const void* weight, const void* bias,
-          const void* up, const void* by, const float* smooth, const float* scale, void* sum,
-          qk::u8* q, int m, int n, int k, int rows, int centred, int eps) {
+          const void* modulation_scale, const void* modulation_shift, const float* smooth,
+          const float* scale, void* sum, qk::u8* q, int m, int n, int k, int rows, int centred,
+          int eps) {
   QK_SHARED(lds, kLdsBytes);
-  write_norms({x, weight, bias, up, by, smooth, scale, q, added, gate, sum}, lds, m, n, k, rows,
-              centred, eps);
+  write_norms(
+      {x, weight, bias, modulation_scale, modulation_shift, smooth, scale, q, added, gate, sum},
+      lds, m, n, k, rows, centred, eps);
 }
 
 QK_HOST_ENTRY(QK_THREADS, kLdsBytes)

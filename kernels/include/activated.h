@@ -1,8 +1,8 @@
 // A product behind which an activation stands, as codes for the next product: what gelu_codes.hip
 // makes of what gemm.hip writes, to the last bit.
 //
-// q[i, left + j] = code(act(y[i, j]) * smooth / scale), y = sum * x_scale * w_scale +
-// bias rounded to io, act(y) likewise; left of it the codes of what stands beside.
+// q[i, prefix_columns + j] = code(act(y[i, j]) * smooth / scale), y = sum * x_scale * w_scale +
+// bias rounded to io, act(y) likewise; before it the codes of the prefix.
 #pragma once
 
 #include "activation.h"
@@ -15,14 +15,14 @@ struct ActivatedArgs {
   const f32* x_scale;  // [1] or [M]
   const f32* w_scale;  // [1] or [N]
   const void* bias;    // io [N] or null
-  const void* beside;  // io [M, left] or null: left is 0
-  const f32* smooth;   // [left + N] or null
+  const void* prefix;  // io [M, prefix_columns] or null: prefix_columns is 0
+  const f32* smooth;   // [prefix_columns + N] or null
   const f32* scale;    // [1]
-  u8* q;               // [M, left + N]
+  u8* q;               // [M, prefix_columns + N]
   int m, n;
-  int left;  // with a multiple of 16, N is one too
+  int prefix_columns;  // with a multiple of 16, N is one too
 
-  QK_DEVICE int pitch() const { return left + n; }
+  QK_DEVICE int pitch() const { return prefix_columns + n; }
 };
 
 /// Numbers of kCount columns from `column` on; `other` past the end, and of null.
@@ -33,20 +33,20 @@ QK_DEVICE void load_columns(f32 (&numbers)[kCount], const f32* from, int column,
     numbers[e] = from != nullptr && column + e < end ? from[column + e] : other;
 }
 
-/// Codes of what stands beside `rows` rows of the product, by `count` threads, of which this is
+/// Codes of the prefix of `rows` rows of the product, by `count` threads, of which this is
 /// number `index`.
 template <Format kY, Io kIo>
-QK_DEVICE void quantize_beside(const ActivatedArgs& args, int first_row, int rows, int index,
+QK_DEVICE void quantize_prefix(const ActivatedArgs& args, int first_row, int rows, int index,
                                int count) {
   using Type = IoType<kIo>;
   constexpr int kRun = sizeof(Vec16) / sizeof(typename Type::Memory);
   using Run = RunOf<kIo, kRun>;
   using Memory = typename Run::Memory;
   const int within = args.m - first_row < rows ? args.m - first_row : rows;
-  const int per_row = args.left / kRun, total = within * per_row;
+  const int per_row = args.prefix_columns / kRun, total = within * per_row;
   if (index >= total) return;
   const Memory* const from =
-      static_cast<const Memory*>(args.beside) + static_cast<i64>(first_row) * args.left;
+      static_cast<const Memory*>(args.prefix) + static_cast<i64>(first_row) * args.prefix_columns;
   const Divisor<kY> divisor(args.scale[0]);
   // The next one is under way while one is computed.
   typename Run::Held next = Run::hold(from + static_cast<i64>(index) * kRun);
@@ -64,10 +64,10 @@ QK_DEVICE void quantize_beside(const ActivatedArgs& args, int first_row, int row
 
 /// A block's share of that: the blocks of its tokens' tiles take runs in turns.
 template <class Tile, Format kY, Io kIo>
-QK_DEVICE void share_beside(const ActivatedArgs& args, TileOrigin origin) {
-  if (args.left == 0) return;
+QK_DEVICE void share_prefix(const ActivatedArgs& args, TileOrigin origin) {
+  if (args.prefix_columns == 0) return;
   const int tiles_n = (args.n - 1) / Tile::kN + 1;
-  quantize_beside<kY, kIo>(args, origin.m, Tile::kM,
+  quantize_prefix<kY, kIo>(args, origin.m, Tile::kM,
                            origin.n / Tile::kN * Tile::kThreads + thread_index(),
                            tiles_n * Tile::kThreads);
 }
@@ -106,7 +106,7 @@ struct ActivatedEpilogue {
     }
     QK_UNROLL for (int run = 0; run < Runs::kCount; ++run) {
       const int column = n0 + Mma::template output<kBlocksN>(run, lane);
-      const Columns<kLength> mine(args, scales, column);
+      const ColumnFactors<kLength> mine(args, scales, column);
       QK_UNROLL for (int part = 0; part < kParts; ++part) {
         const int token = token_of<Mma>(part, m0, lane);
         if (token >= args.m || column >= args.n) continue;
@@ -128,10 +128,10 @@ struct ActivatedEpilogue {
 
   /// What is done to kCount columns of sums times scales of tokens.
   template <int kCount>
-  struct Columns {
+  struct ColumnFactors {
     f32 scale[kCount], bias[kCount], smooth[kCount];
 
-    QK_DEVICE Columns(const ActivatedArgs& args, Scales scales, int column) {
+    QK_DEVICE ColumnFactors(const ActivatedArgs& args, Scales scales, int column) {
       QK_UNROLL for (int e = 0; e < kCount; ++e) {
         const bool inside = column + e < args.n;
         scale[e] = inside ? args.w_scale[(column + e) * scales.per_channel] : 0.0f;
@@ -139,7 +139,7 @@ struct ActivatedEpilogue {
                       ? Type::widen(static_cast<const Memory*>(args.bias)[column + e])
                       : 0.0f;
       }
-      load_columns(smooth, args.smooth, args.left + column, args.pitch(), 1.0f);
+      load_columns(smooth, args.smooth, args.prefix_columns + column, args.pitch(), 1.0f);
     }
     template <int kAct>
     QK_DEVICE f32 apply(f32 value, int e) const {
@@ -151,7 +151,8 @@ struct ActivatedEpilogue {
   template <int kCount>
   static QK_DEVICE void write(const ActivatedArgs& args, int token, int column,
                               const Codes<kCount>& codes) {
-    u8* const target = args.q + static_cast<i64>(token) * args.pitch() + args.left + column;
+    u8* const target =
+        args.q + static_cast<i64>(token) * args.pitch() + args.prefix_columns + column;
     if (args.n % kCount == 0) {
       store(target, codes);
     } else {

@@ -1,7 +1,7 @@
 // A product behind which an activation stands, as codes, on Hopper: the formula of activated.h.
 //
 // A lane holds two neighbouring tokens of outputs g and g + 8 of 16. Their codes turn in shared
-// memory, two at a time (stmatrix), and leave it 16 bytes at a time. What stands beside is
+// memory, two at a time (stmatrix), and leave it 16 bytes at a time. The prefix is
 // quantized by the warps of the copying warpgroup that copy nothing, while the others multiply.
 #pragma once
 
@@ -17,7 +17,7 @@ struct HopperActivatedEpilogue {
   using View = MatrixView<Tile>;
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
-  static constexpr bool kWorksBeside = true;
+  static constexpr bool kHasPrefix = true;
   static constexpr int kVectors = Tile::kOutputs / 16;  // of 16 codes, in a warpgroup's row
 
   Args args;
@@ -36,8 +36,8 @@ struct HopperActivatedEpilogue {
   };
 
   /// What else is to be done, by `count` threads, of which this is number `index`.
-  static QK_DEVICE void work_beside(const Args& args, int index, int count) {
-    if (args.left > 0) quantize_beside<kY, kIo>(args, 0, args.m, index, count);
+  static QK_DEVICE void write_prefix(const Args& args, int index, int count) {
+    if (args.prefix_columns > 0) quantize_prefix<kY, kIo>(args, 0, args.m, index, count);
   }
 
   QK_DEVICE Factors load_factors(Position at) const {
@@ -107,7 +107,7 @@ struct HopperActivatedEpilogue {
       mine.bias[half] = scales[Tile::kM + Tile::kOutputs + row];
       if constexpr (!kChanges) continue;
       const bool inside = at.n + row < args.n;
-      const int column = args.left + at.n + row;
+      const int column = args.prefix_columns + at.n + row;
       mine.smooth[half] = inside && args.smooth != nullptr ? args.smooth[column] : 1.0f;
     }
     return mine;
@@ -187,7 +187,8 @@ struct HopperActivatedEpilogue {
         codes.v[j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x6420);
         codes.v[2 + j] = __byte_perm(mixed.v[2 * j], mixed.v[2 * j + 1], 0x7531);
       }
-      u8* const target = args.q + (static_cast<i64>(token) * args.pitch() + args.left + column);
+      u8* const target =
+          args.q + (static_cast<i64>(token) * args.pitch() + args.prefix_columns + column);
       if (whole) {
         store(target, codes);
       } else {

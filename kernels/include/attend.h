@@ -52,7 +52,7 @@ struct RowsCopy {
   }
   QK_DEVICE void load_whole(const u8* base, int thread) {
     QK_UNROLL for (int i = 0; i < kCount; ++i) {
-      offsets[i] = opaque(offsets[i]);
+      offsets[i] = optimization_barrier(offsets[i]);
       if (has(i)) vectors[i] = load<Vec16>(base + offsets[i]);
     }
   }

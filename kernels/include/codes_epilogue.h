@@ -229,7 +229,7 @@ struct CodeColumns {
     static QK_DEVICE void zero(u8* target, int from, int to) {
       const Run zeros = {};
       QK_NO_UNROLL for (int t = from; t < to; t += kCount)
-        store(target + opaque(static_cast<u32>(t)), zeros);
+        store(target + optimization_barrier(static_cast<u32>(t)), zeros);
     }
   };
 };

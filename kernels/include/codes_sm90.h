@@ -72,7 +72,7 @@ struct HopperCodesEpilogue {
   static constexpr int kParts = kEnds == Ends::kHeads ? 3 : 1;
   using Args = HeadsArgs<kParts>;
   using View = Choice<kEnds == Ends::kHeads, HeadsView<Tile>, MatrixView<Tile>>;
-  static constexpr bool kWorksBeside = false;
+  static constexpr bool kHasPrefix = false;
   static constexpr int kVectors = Tile::kOutputs / 16;  // of 16 codes, in a warpgroup's row
 
   Args args;
@@ -91,7 +91,7 @@ struct HopperCodesEpilogue {
   };
 
   QK_DEVICE Factors load_factors(Position at) const {
-    const Place place(args, at.n);
+    const PartOutput place(args, at.n);
     const int output = place.output + thread;
     Factors factors{};
     if (thread < Tile::kOutputs && output < args.each) {
@@ -113,7 +113,7 @@ struct HopperCodesEpilogue {
       scales[Tile::kM + Tile::kOutputs + thread] = factors.bias;
     }
     group_sync(barrier, 128);
-    const Place place(args, at.n);
+    const PartOutput place(args, at.n);
     if (in_columns(place.part)) {
       stage<true>(sums);
       group_sync(barrier, 128);
@@ -131,10 +131,10 @@ struct HopperCodesEpilogue {
   static constexpr int kColumnPitch = Tile::kM + 16;  // bytes of an output: rows in other banks
 
   /// A part, and the warpgroup's first output of it.
-  struct Place {
+  struct PartOutput {
     int part = 0, output;
 
-    QK_DEVICE Place(const Args& args, int n) : output(n) {
+    QK_DEVICE PartOutput(const Args& args, int n) : output(n) {
       if constexpr (kParts > 1) {
         const int rows = args.part_rows();
         part = n < rows ? 0 : n < 2 * rows ? 1 : 2;
@@ -225,7 +225,7 @@ struct HopperCodesEpilogue {
     return sorted;
   }
 
-  QK_DEVICE void write_rows(int m, const Place& place) const {
+  QK_DEVICE void write_rows(int m, const PartOutput& place) const {
     constexpr int kStep = 128 / kVectors;
     const int vector = thread % kVectors, output = place.output + 16 * vector;
     if (output >= args.each) return;
@@ -292,7 +292,7 @@ struct HopperCodesEpilogue {
     return sorted;
   }
 
-  QK_DEVICE void write_columns(int m, const Place& place) const {
+  QK_DEVICE void write_columns(int m, const PartOutput& place) const {
     constexpr int kAcross = Tile::kM / 16, kItems = Tile::kOutputs * kAcross;
     u8* const codes = codes_of(place.part);
     const Token first(args, m);

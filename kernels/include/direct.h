@@ -38,7 +38,7 @@ struct DirectLoop {
   QK_DEVICE void set_offsets(const Operands& op, int m0, int n0) {
     const int lane = thread_index() % kWave, row = lane % 16;
     lane_k = wave_index() * Mma::kChunk + lane / 16 * kRun;
-    const Rows tokens{op.m - m0};
+    const ClampedRows tokens{op.m - m0};
     const WeightRows weights = WeightRows::of_weights(op, n0);
     x_offset = static_cast<u32>(tokens(row)) * op.k + lane_k;
     QK_UNROLL for (int i = 0; i < Tile::kBlocksN; ++i) {
@@ -51,10 +51,10 @@ struct DirectLoop {
   /// kWhole: all of the pass exists; else `count` of its kK values do, and the rest become zeros.
   template <bool kWhole>
   QK_DEVICE void load_pass(Fragments& fragments, const StepRows& from, int count) {
-    x_offset = opaque(x_offset);
+    x_offset = optimization_barrier(x_offset);
     QK_UNROLL for (int i = 0; i < Tile::kBlocksN; ++i) {
-      w_offsets[i] = opaque(w_offsets[i]);
-      meta_offsets[i] = opaque(meta_offsets[i]);
+      w_offsets[i] = optimization_barrier(w_offsets[i]);
+      meta_offsets[i] = optimization_barrier(meta_offsets[i]);
     }
     QK_UNROLL for (int d = 0; d < kDeep; ++d) {
       const int skip = d * kWaves * Mma::kChunk;
@@ -125,7 +125,7 @@ struct LoopKind<true> {
 };
 
 /// The loop of a tile of the menu. One of few tokens reads codes from matrices alone.
-template <class Tile, class Mma, class WeightRows = Rows, class Tokens = MatrixTokens<Tile>,
+template <class Tile, class Mma, class WeightRows = ClampedRows, class Tokens = MatrixTokens<Tile>,
           class Weights = CodeWeights<Tile, Mma::kSparse>>
 using LoopOf =
     typename LoopKind<Tile::kDirect>::template Loop<Tile, Mma, WeightRows, Tokens, Weights>;

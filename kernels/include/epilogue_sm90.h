@@ -28,7 +28,7 @@ QK_DEVICE u32 round_pair(f32 low, f32 high) {
 
 template <class Tile, Io kIo, bool kPerToken, bool kPerChannel, class TheView = MatrixView<Tile>>
 struct HopperEpilogue {
-  static constexpr bool kWorksBeside = false;
+  static constexpr bool kHasPrefix = false;
   static constexpr bool kAdds = Tile::kAdds, kGates = Tile::kAddsGated;
   using Args = EpilogueArgs;
   using View = TheView;

@@ -18,11 +18,11 @@ namespace qk {
 /// the second half of that.
 template <class Mma, int kBlocksN>
 struct GatedRuns {
-  using Rows = typename Mma::template Runs<kBlocksN>;
-  static constexpr bool kWhole = Rows::kCount > 1;
-  static constexpr int kCount = kWhole ? Rows::kCount / 2 : 1;
-  static constexpr int kLength = kWhole ? Rows::kLength : Rows::kLength / 2;
-  static constexpr int kPeriod = kWhole ? 16 * kBlocksN : Rows::kLength;
+  using RowRuns = typename Mma::template Runs<kBlocksN>;
+  static constexpr bool kWhole = RowRuns::kCount > 1;
+  static constexpr int kCount = kWhole ? RowRuns::kCount / 2 : 1;
+  static constexpr int kLength = kWhole ? RowRuns::kLength : RowRuns::kLength / 2;
+  static constexpr int kPeriod = kWhole ? 16 * kBlocksN : RowRuns::kLength;
   static_assert(kBlocksN % 2 == 0, "half of a wave's rows gate the other half");
 
   /// First column of a run, from the wave's first one.

@@ -35,7 +35,7 @@ struct HopperGatedEpilogue {
   using View = GatedView<Tile>;
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
-  static constexpr bool kWorksBeside = false;
+  static constexpr bool kHasPrefix = false;
   static constexpr int kTokenScales = (Tile::kM + 127) / 128;
   static constexpr int kVectors =
       Tile::kOwnColumns / 16;  // of 16 bytes, that a warpgroup has of a row of y

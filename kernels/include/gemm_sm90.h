@@ -48,9 +48,9 @@ struct HopperGemm {
       if constexpr (Tile::kConsumers > 1) registers_shrink<kCopying>();
       if (wave_index() == Tile::kConsumers * 4) group_arrive(kReady, kReadyThreads);
       if (copies) produce(ring, schedule, op);
-      if constexpr (Epilogue::kWorksBeside) {
+      if constexpr (Epilogue::kHasPrefix) {
         const int index = thread_index() - Tile::kConsumers * 128 - 32;
-        if (index >= 0) Epilogue::work_beside(op.out, block_x() * 96 + index, gridDim.x * 96);
+        if (index >= 0) Epilogue::write_prefix(op.out, block_x() * 96 + index, gridDim.x * 96);
       }
       if constexpr (kSplit) {
         cluster_sync();

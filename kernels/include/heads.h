@@ -57,11 +57,11 @@ struct HeadRow {
 
 /// Which token and columns a lane has: `lanes`, a power of two, take a row, with kRuns runs each.
 template <int kRuns>
-struct Place {
+struct LanePosition {
   int token, column;
   bool exists;
 
-  QK_DEVICE Place(int lanes, int tokens, int columns, int block) {
+  QK_DEVICE LanePosition(int lanes, int tokens, int columns, int block) {
     const int shift = (lanes > 1) + (lanes > 2) + (lanes > 4) + (lanes > 8) + (lanes > 16);
     const int thread = thread_index();
     token = (block * QK_THREADS + thread) >> shift;
@@ -74,11 +74,11 @@ struct Place {
 
 /// The columns of a row that a lane has, run by run.
 template <int kRuns>
-struct Columns {
+struct HeadColumns {
   int from[kRuns];    // the runs' first columns; of those beyond the row its last run's, to have
   bool there[kRuns];  // no branch around a load
 
-  QK_DEVICE Columns(int column, int d) {
+  QK_DEVICE HeadColumns(int column, int d) {
     QK_UNROLL for (int p = 0; p < kRuns; ++p) {
       there[p] = column + kRun * p < d;
       from[p] = there[p] ? column + kRun * p : d - kRun;
@@ -93,7 +93,7 @@ struct RawColumns {
   using Memory = typename Run::Memory;
   typename Run::Raw runs[kRuns];
 
-  QK_DEVICE void load(const Memory* row, const Columns<kRuns>& columns) {
+  QK_DEVICE void load(const Memory* row, const HeadColumns<kRuns>& columns) {
     QK_UNROLL for (int p = 0; p < kRuns; ++p)
       runs[p] = Run::load_raw(row + columns.from[p], true, kRun);
   }
@@ -110,7 +110,7 @@ struct RawColumns {
 
 template <Io kIo, int kRuns>
 QK_DEVICE void load_columns(f32 (&values)[kRuns * kRun], const void* row,
-                            const Columns<kRuns>& columns) {
+                            const HeadColumns<kRuns>& columns) {
   RawColumns<kIo, kRuns> raw;
   raw.load(static_cast<const typename IoType<kIo>::Memory*>(row), columns);
   raw.widen(values);
@@ -123,7 +123,7 @@ template <Rotary kRotary, int kRuns>
 struct Turn {
   f32 cosine[kRuns * kRun], sine[kRuns * kRun];
 
-  QK_DEVICE Turn(const Heads& all, int token, const Columns<kRuns>& columns) {
+  QK_DEVICE Turn(const Heads& all, int token, const HeadColumns<kRuns>& columns) {
     if constexpr (kRotary != Rotary::kNone) {
       const i64 at = static_cast<i64>(token) * all.d;
       load_columns<Io::kF32, kRuns>(cosine, all.cos + at, columns);
@@ -136,7 +136,7 @@ struct Turn {
 /// waits for its neighbours.
 template <int kRuns, int kRows>
 QK_DEVICE void inverse_roots(f32 (&roots)[kRows], const f32 (&values)[kRows][kRuns * kRun],
-                             const Heads& all, const Columns<kRuns>& columns, int lanes) {
+                             const Heads& all, const HeadColumns<kRuns>& columns, int lanes) {
   QK_UNROLL for (int i = 0; i < kRows; ++i) {
     f32 sums[kRuns];
     QK_UNROLL for (int p = 0; p < kRuns; ++p) {
@@ -170,7 +170,7 @@ struct Side {
   using WeightMemory = typename IoType<kWeight>::Memory;
   using Values = f32[kColumns];
   const Heads& all;
-  const Columns<kRuns>& columns;
+  const HeadColumns<kRuns>& columns;
   const Memory* x;  // of the stream's first picture
   i64 picture;      // elements from one to the next
   const WeightMemory* norm;
@@ -178,7 +178,7 @@ struct Side {
   Values weight;
 
   QK_DEVICE Side(const Heads& heads, const Stream& first, const Stream& second,
-                 const Columns<kRuns>& from, int place)
+                 const HeadColumns<kRuns>& from, int place)
       : all(heads), columns(from) {
     const bool behind = place >= first.tokens;
     const int token = behind ? place - first.tokens : place;
@@ -243,7 +243,7 @@ struct Side {
 /// (values - mean) * factor.
 template <int kRuns>
 QK_DEVICE void centre_and_scale(f32 (&values)[kRuns * kRun], const f32* mean,
-                                const Columns<kRuns>& columns, f32 factor) {
+                                const HeadColumns<kRuns>& columns, f32 factor) {
   if (mean != nullptr) {
     f32 means[kRuns * kRun];
     load_columns<Io::kF32, kRuns>(means, mean, columns);

@@ -126,23 +126,24 @@ struct HopperLoop {
   }
 
   /// Adds up the tile's K steps, the next ones of `reader`. `first` is the metadata of the first
-  /// period, loaded, and then of the next tile's. `beside` is called once, with the first operands
-  /// under way.
-  template <class Beside>
-  QK_DEVICE void run(Sums& sums, Reader<Tile>& reader, Metadata& first, Beside beside) const {
+  /// period, loaded, and then of the next tile's. `overlapped` is called once, with the first
+  /// operands under way.
+  template <class Overlapped>
+  QK_DEVICE void run(Sums& sums, Reader<Tile>& reader, Metadata& first,
+                     Overlapped overlapped) const {
     Metadata second;
     if constexpr (kPromote) {
-      run_in_rounds(sums, reader, first, second, beside);
+      run_in_rounds(sums, reader, first, second, overlapped);
     } else {
-      run_ahead(sums, reader, first, second, beside);
+      run_ahead(sums, reader, first, second, overlapped);
     }
     if (Tile::kSparse && (count - 1) / kPeriod % 2 == 0) first = second;
   }
 
   /// Waits for every round. With several warpgroups the others' instructions fill the gap.
-  template <class Beside>
+  template <class Overlapped>
   QK_DEVICE void run_in_rounds(Sums& sums, Reader<Tile>& reader, Metadata& first, Metadata& second,
-                               Beside beside) const {
+                               Overlapped overlapped) const {
     QK_UNROLL for (int block = 0; block < Tile::kBlocks; ++block) {
       QK_UNROLL for (int i = 0; i < kSums; ++i)
         sums[block][i] = 0.0f;
@@ -159,7 +160,7 @@ struct HopperLoop {
             if (i % kPeriod == kPeriod - kRound && step + kRound < count) exchange(other);
           }
           if constexpr (Tile::kAdds) {
-            if (step == beside_step(count)) beside();
+            if (step == overlapped_step(count)) overlapped();
           }
         });
       }
@@ -201,9 +202,9 @@ struct HopperLoop {
 
   /// Keeps one stage's instructions in flight while the next one's are issued. They read their
   /// metadata until they end: two periods of it take turns.
-  template <class Beside>
+  template <class Overlapped>
   QK_DEVICE void run_ahead(Sums& sums, Reader<Tile>& reader, Metadata& first, Metadata& second,
-                           Beside beside) const {
+                           Overlapped overlapped) const {
     int previous = 0;
     QK_NO_UNROLL for (int lap = 0; lap < count; lap += kLap) {
       QK_UNROLL for (int i = 0; i < kLap; ++i) {
@@ -220,7 +221,7 @@ struct HopperLoop {
         }
         wgmma_commit();
         if constexpr (Tile::kAdds) {
-          if (step == beside_step(count)) beside();
+          if (step == overlapped_step(count)) overlapped();
         }
         wgmma_wait<1>();
         if (step > 0) ring.release(previous, lane);

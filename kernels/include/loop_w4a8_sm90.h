@@ -90,8 +90,9 @@ struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, Vi
   /// Adds up the tile's K steps, the next ones of `reader`: while one part's instructions run, the
   /// next one's weights are decoded. `first` is the factors of the first period, loaded, and then
   /// of the next tile's.
-  template <class Beside>
-  QK_DEVICE void run(Sums& sums, Reader<Tile>& reader, Metadata& first, Beside beside) const {
+  template <class Overlapped>
+  QK_DEVICE void run(Sums& sums, Reader<Tile>& reader, Metadata& first,
+                     Overlapped overlapped) const {
     Metadata second;
     Weights weights[2];  // of even parts and of odd ones
     int stage = reader.take(ring, set), previous = 0;
@@ -107,7 +108,7 @@ struct HopperInt4Loop : HopperLoop<Tile, Format::kInt8, Format::kInt8, false, Vi
           multiply(sums, weights[part % 2], stage, part, step > 0 || part > 0);
           wgmma_commit();
           if constexpr (Tile::kAdds) {
-            if (part == 0 && step == beside_step(count)) beside();
+            if (part == 0 && step == overlapped_step(count)) overlapped();
           }
           wgmma_wait<1>();  // and the other weights are free
           if (part == 0 && step > 0) ring.release(previous, lane);

@@ -69,7 +69,7 @@ QK_DEVICE f32 swap_halves(f32 value) {
 QK_DEVICE bool any_lane(bool condition) { return __builtin_amdgcn_ballot_w32(condition) != 0; }
 /// The same number, but the compiler cannot know: a 32-bit offset that it widens before a loop
 /// costs an addition per load.
-QK_DEVICE u32 opaque(u32 value) {
+QK_DEVICE u32 optimization_barrier(u32 value) {
   asm("" : "+v"(value));
   return value;
 }

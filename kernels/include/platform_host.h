@@ -65,7 +65,7 @@ QK_DEVICE void store(void* address, const T& value) {
 /// Adds to a number in LDS, of which other threads add to the same. A block's fibers take turns.
 QK_DEVICE void add_shared(void* address, u32 value) { store(address, load<u32>(address) + value); }
 QK_DEVICE int uniform(int value) { return value; }
-QK_DEVICE u32 opaque(u32 value) { return value; }
+QK_DEVICE u32 optimization_barrier(u32 value) { return value; }
 QK_DEVICE void schedule_barrier() {}
 template <class T>
 QK_DEVICE void finish(T&) {}

@@ -38,7 +38,7 @@ QK_DEVICE void add_shared(void* address, u32 value) {
 QK_DEVICE u32 float_bits(f32 value) { return __float_as_uint(value); }
 QK_DEVICE f32 bits_float(u32 bits) { return __uint_as_float(bits); }
 QK_DEVICE int uniform(int value) { return value; }
-QK_DEVICE u32 opaque(u32 value) { return value; }
+QK_DEVICE u32 optimization_barrier(u32 value) { return value; }
 QK_DEVICE void schedule_barrier() {}
 template <class T>
 QK_DEVICE void finish(T&) {}

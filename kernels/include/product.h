@@ -39,7 +39,7 @@ struct VariantOf<WeightKind::kInt4> {
 using VariantMma = VariantOf<WeightKind(QK_WEIGHTS)>::Mma;
 
 /// WeightRows and Tokens: as of TileLoop.
-template <class Tile, class WeightRows = Rows, class Tokens = MatrixTokens<Tile>>
+template <class Tile, class WeightRows = ClampedRows, class Tokens = MatrixTokens<Tile>>
 using VariantLoop = LoopOf<Tile, VariantMma, WeightRows, Tokens,
                            typename VariantOf<WeightKind(QK_WEIGHTS)>::template Stored<Tile>>;
 

@@ -37,13 +37,13 @@ QK_DEVICE float sum_of_run(const Values& values) {
 }
 
 /// The lane's place: 16, 32, ... 256 lanes share a row.
-struct Place {
+struct RowPosition {
   int lanes, lane, wave;
   int row;    // of the block
   int first;  // the block's first row
   int steps;  // runs of a lane; lanes without a last one do nothing in it
 
-  QK_DEVICE Place(int n, int k) : lanes(n) {
+  QK_DEVICE RowPosition(int n, int k) : lanes(n) {
     const int bits = 4 + (n > 16) + (n > 32) + (n > 64) + (n > 128);
     wave = qk::wave_index();
     lane = qk::thread_index() & (n - 1);
@@ -73,7 +73,7 @@ struct Place {
 
 /// What a launch reads and writes; see layer_norm_codes.hip and sum_norm_codes.hip.
 struct Operands {
-  const void *x, *weight, *bias, *up, *by;
+  const void *x, *weight, *bias, *modulation_scale, *modulation_shift;
   const float *smooth, *scale;
   qk::u8* q;
 #if QK_SUM
@@ -94,7 +94,7 @@ struct Row {
   int column, step, steps, k;
   bool exists;  // lanes without a row do the last one's, and write nothing
   // From the block's first value on, for all columns, and for the row's picture.
-  const Memory *x, *weight, *bias, *up, *by;
+  const Memory *x, *weight, *bias, *modulation_scale, *modulation_shift;
   qk::u8* q;
 #if QK_SUM
   const Memory *added, *gate;
@@ -103,7 +103,7 @@ struct Row {
   // Values, then their distances from the mean.
   Values held[kHeld];
 
-  QK_DEVICE Row(const Operands& of, const Place& place, int m, int columns, int rows)
+  QK_DEVICE Row(const Operands& of, const RowPosition& place, int m, int columns, int rows)
       : column(place.lane * kRun), step(place.lanes * kRun), steps(place.steps), k(columns) {
     const int index = place.first + place.row;
     exists = index < m;
@@ -116,8 +116,8 @@ struct Row {
     bias = moved(of.bias, 0);
     qk::i64 picture = 0;
     if (is_of_pictures(of)) picture = static_cast<qk::i64>(mine / rows) * k;
-    up = moved(of.up, picture);
-    by = moved(of.by, picture);
+    modulation_scale = moved(of.modulation_scale, picture);
+    modulation_shift = moved(of.modulation_shift, picture);
 #if QK_SUM
     added = moved(of.added, block);
     gate = moved(of.gate, picture);
@@ -126,7 +126,7 @@ struct Row {
     load_held();
   }
   static QK_DEVICE bool is_of_pictures(const Operands& of) {
-    bool any = of.up != nullptr || of.by != nullptr;
+    bool any = of.modulation_scale != nullptr || of.modulation_shift != nullptr;
 #if QK_SUM
     any = any || of.gate != nullptr;
 #endif
@@ -168,7 +168,7 @@ struct Row {
   QK_DEVICE void for_rest(const Each& each) const {
     QK_NO_UNROLL for (int next = at(kHeld); next < k; next += step) {
       // Else clang counts pointers up, one for each operand, by additions with a carry.
-      const int from = static_cast<int>(qk::opaque(static_cast<qk::u32>(next)));
+      const int from = static_cast<int>(qk::optimization_barrier(static_cast<qk::u32>(next)));
       each(load(from), from);
     }
   }
@@ -236,13 +236,14 @@ struct Row {
       }
     }
     Raw raw = Run::narrow(y);
-    if (has<kBetween>(up, Between::kModulated)) {
+    if (has<kBetween>(modulation_scale, Between::kModulated)) {
       Values ones;
       QK_UNROLL for (int e = 0; e < kRun; ++e)
         ones[e] = 1.0f;
-      raw = Run::multiply(raw, Run::add(Run::narrow(ones), read(up, at)));
+      raw = Run::multiply(raw, Run::add(Run::narrow(ones), read(modulation_scale, at)));
     }
-    if (has<kBetween>(by, Between::kModulated)) raw = Run::add(raw, read(by, at));
+    if (has<kBetween>(modulation_shift, Between::kModulated))
+      raw = Run::add(raw, read(modulation_shift, at));
     Run::widen(y, raw);
   }
 
@@ -271,7 +272,7 @@ struct Row {
 /// Writes the codes of the block's rows, which `n` lanes share each.
 QK_DEVICE void write_norms(const Operands& operands, qk::u8* lds, int m, int n, int k, int rows,
                            int centred, int eps) {
-  const Place place(n, k);
+  const RowPosition place(n, k);
   qk::start();
   Row row(operands, place, m, k, rows);
   const qk::Reciprocal<kFormat> reciprocal(operands.scale[0]);
@@ -283,8 +284,9 @@ QK_DEVICE void write_norms(const Operands& operands, qk::u8* lds, int m, int n, 
   if (!row.exists) return;
   const Input input{operands.smooth};
   const bool affine = operands.weight != nullptr && operands.bias != nullptr;
-  const bool modulated = operands.up != nullptr && operands.by != nullptr;
-  if (affine && operands.up == nullptr && operands.by == nullptr) {
+  const bool modulated =
+      operands.modulation_scale != nullptr && operands.modulation_shift != nullptr;
+  if (affine && operands.modulation_scale == nullptr && operands.modulation_shift == nullptr) {
     row.write<Between::kAffine>(mean, inverse, input, reciprocal);
   } else if (modulated && operands.weight == nullptr && operands.bias == nullptr) {
     row.write<Between::kModulated>(mean, inverse, input, reciprocal);

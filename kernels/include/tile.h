@@ -77,7 +77,7 @@ struct TileCopy {
 
   QK_DEVICE void load_step(const u8* base) {
     QK_UNROLL for (int i = 0; i < kCount; ++i) {
-      offsets[i] = opaque(offsets[i]);
+      offsets[i] = optimization_barrier(offsets[i]);
       vectors[i] = load<T>(base + offsets[i]);
     }
   }
@@ -100,10 +100,10 @@ struct Operands {
 
 /// A tile's rows as the matrix has them. Those beyond the last repeat it: what they give is never
 /// written, and no step has to ask.
-struct Rows {
+struct ClampedRows {
   int count;  // from the tile's first one on
 
-  static QK_DEVICE Rows of_weights(const Operands& op, int n0) { return {op.n - n0}; }
+  static QK_DEVICE ClampedRows of_weights(const Operands& op, int n0) { return {op.n - n0}; }
   QK_DEVICE int operator()(int row) const { return row < count ? row : count - 1; }
 };
 
@@ -116,7 +116,7 @@ struct MatrixTokens : TokenCopy<Tile> {
   using Base = TokenCopy<Tile>;
 
   QK_DEVICE void set_offsets(const Operands& op, int m0, int thread) {
-    Base::set_offsets(op.k, Rows{op.m - m0}, thread);
+    Base::set_offsets(op.k, ClampedRows{op.m - m0}, thread);
   }
   QK_DEVICE void load_partial_step(const u8* base, int bytes, int thread) {
     Base::load_partial_step(base, bytes, thread, Vec16{});

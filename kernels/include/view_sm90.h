@@ -24,7 +24,7 @@ QK_DEVICE const u8* metadata_row(const u8* all, int n, int bytes) {
 
 /// The K step, of `count`, under which something else is brought: not before the first operands, as
 /// all wait for those.
-QK_DEVICE int beside_step(int count) { return count > 2 ? 2 : 0; }
+QK_DEVICE int overlapped_step(int count) { return count > 2 ? 2 : 0; }
 
 /// Matrices, as they are: K steps follow one another.
 template <class Tile>

@@ -44,26 +44,26 @@ struct PackedWeights {
   static constexpr bool kFactors = kFormat == QK_INT4;  // an int8 beside each group
   static constexpr bool kGroupScales = kFormat == QK_Q4_0 || kFormat == QK_Q8_0;  // f16
   static constexpr int kGroupBytes = kNibbles ? kGroup / 2 : kGroup;
-  static constexpr int kBesideBytes = kFactors ? 1 : kGroupScales ? 2 : 0;  // of a group
+  static constexpr int kMetaBytes = kFactors ? 1 : kGroupScales ? 2 : 0;  // of a group
   static constexpr int kHalves = kNibbles ? 1 : 2;  // runs of bytes for the halves of a group
 
-  /// Four codes. beside: int4's factor.
-  static QK_DEVICE void decode(u32 bytes, u32 beside, u32& low, u32& high) {
+  /// Four codes. meta: int4's factor.
+  static QK_DEVICE void decode(u32 bytes, u32 meta, u32& low, u32& high) {
     if constexpr (kFormat == QK_E4M3FN) widen_word<Format::kE4M3FN>(bytes, low, high);
     if constexpr (kFormat == QK_E5M2) widen_word<Format::kE5M2>(bytes, low, high);
     if constexpr (kFormat == QK_INT8 || kFormat == QK_Q8_0)
       halves_of_bytes(bytes ^ 0x80808080u, 128, low, high);
     if constexpr (kFormat == QK_INT4)
-      halves_of_bytes(scale_codes(bytes, static_cast<i8>(beside)), 128, low, high);
+      halves_of_bytes(scale_codes(bytes, static_cast<i8>(meta)), 128, low, high);
     if constexpr (kFormat == QK_Q4_0) halves_of_bytes(bytes, 8, low, high);
   }
 };
 
-/// What the kernel reads. beside: int4's factors, or the scales of groups.
+/// What the kernel reads. meta: int4's factors, or the scales of groups.
 struct WeightOnlyOperands {
   const u8* x;
   const u8* w;
-  const u8* beside;
+  const u8* meta;
   int m, n, k;
 };
 
@@ -79,7 +79,7 @@ struct WeightOnlyLoop {
   static constexpr int kSteps = 2;  // instructions for a group
   // Of which a lane's codes lie side by side, and of how many groups in all passes but the first.
   static constexpr int kRuns = Codes::kNibbles || kRun > 4 ? 1 : kSteps;
-  static constexpr int kJoined = kRuns > 1 && Codes::kBesideBytes == 0 ? kGroups : 1;
+  static constexpr int kJoined = kRuns > 1 && Codes::kMetaBytes == 0 ? kGroups : 1;
   static constexpr int kCodeWords = Codes::kHalves * kRun / 4, kTokenWords = kRun / 2;
   static constexpr int kSums = kBlocksN * 8;  // of 16 tokens
   static constexpr int kLdsBytes = (kWaves - 1) * kSums * kWave * static_cast<int>(sizeof(f32));
@@ -88,18 +88,18 @@ struct WeightOnlyLoop {
 
   struct Fragments {
     u32 codes[kGroups][kBlocksN][kRows][kCodeWords];
-    u32 beside[kGroups][kBlocksN][kRows];
+    u32 meta[kGroups][kBlocksN][kRows];
   };
   using Tokens = typename Mma::Tokens[kGroups][kSteps][kBlocksM];
 
-  const u8 *x, *w, *beside;  // of the pass, at the tile's first row
-  u32 x_offsets[kBlocksM][kTokens], w_offsets[kBlocksN][kRows], beside_offsets[kBlocksN][kRows];
+  const u8 *x, *w, *meta;  // of the pass, at the tile's first row
+  u32 x_offsets[kBlocksM][kTokens], w_offsets[kBlocksN][kRows], meta_offsets[kBlocksN][kRows];
 
   QK_DEVICE void set_offsets(const WeightOnlyOperands& op, int m0, int n0) {
     const int lane = thread_index() % kWave, group = wave_index() * kGroups, groups = op.k / kGroup;
     x = op.x + static_cast<i64>(m0) * op.k * 2;
     w = op.w + static_cast<i64>(n0) * groups * Codes::kGroupBytes;
-    beside = op.beside + static_cast<i64>(n0) * groups * Codes::kBesideBytes;
+    meta = op.meta + static_cast<i64>(n0) * groups * Codes::kMetaBytes;
     QK_UNROLL for (int j = 0; j < kBlocksM; ++j) {
       QK_UNROLL for (int q = 0; q < kTokens; ++q) {
         const u32 token = existing(16 * j + Mma::token_row(q, lane), op.m - m0);
@@ -110,7 +110,7 @@ struct WeightOnlyLoop {
       QK_UNROLL for (int q = 0; q < kRows; ++q) {
         const u32 first = existing(16 * i + Mma::row(q, lane), op.n - n0) * groups + group;
         w_offsets[i][q] = first * Codes::kGroupBytes + lane_codes();
-        beside_offsets[i][q] = first * Codes::kBesideBytes;
+        meta_offsets[i][q] = first * Codes::kMetaBytes;
       }
     }
   }
@@ -134,7 +134,7 @@ struct WeightOnlyLoop {
   QK_DEVICE void advance_tokens(int groups) { x += groups * kGroup * 2; }
   QK_DEVICE void advance_weights(int groups) {
     w += groups * Codes::kGroupBytes;
-    beside += groups * Codes::kBesideBytes;
+    meta += groups * Codes::kMetaBytes;
   }
 
   /// The first pass: `count` of its groups exist, and the others become zeros.
@@ -152,7 +152,7 @@ struct WeightOnlyLoop {
   QK_DEVICE void load_weights(Fragments& to, int first) {
     QK_UNROLL for (int i = 0; i < kBlocksN; ++i) {
       QK_UNROLL for (int q = 0; q < kRows; ++q) {
-        w_offsets[i][q] = opaque(w_offsets[i][q]);
+        w_offsets[i][q] = optimization_barrier(w_offsets[i][q]);
         constexpr int kParts = Codes::kHalves / kRuns, kWords = kCount * kCodeWords / kParts;
         QK_UNROLL for (int part = 0; part < kParts; ++part) {
           u32 words[kWords];
@@ -163,10 +163,11 @@ struct WeightOnlyLoop {
             to.codes[first + place / kCodeWords][i][q][place % kCodeWords] = words[word];
           }
         }
-        if constexpr (Codes::kBesideBytes > 0) beside_offsets[i][q] = opaque(beside_offsets[i][q]);
-        const u8* const number = beside + beside_offsets[i][q] + first * Codes::kBesideBytes;
-        if constexpr (Codes::kFactors) to.beside[first][i][q] = load<u8>(number);
-        if constexpr (Codes::kGroupScales) to.beside[first][i][q] = load<u16>(number);
+        if constexpr (Codes::kMetaBytes > 0)
+          meta_offsets[i][q] = optimization_barrier(meta_offsets[i][q]);
+        const u8* const number = meta + meta_offsets[i][q] + first * Codes::kMetaBytes;
+        if constexpr (Codes::kFactors) to.meta[first][i][q] = load<u8>(number);
+        if constexpr (Codes::kGroupScales) to.meta[first][i][q] = load<u16>(number);
       }
     }
   }
@@ -175,7 +176,7 @@ struct WeightOnlyLoop {
   QK_DEVICE void load_tokens(Tokens& to, int first, int j) {
     constexpr int kParts = kSteps / kRuns, kWords = kCount * kSteps * kTokenWords / kParts;
     QK_UNROLL for (int q = 0; q < kTokens; ++q) {
-      x_offsets[j][q] = opaque(x_offsets[j][q]);
+      x_offsets[j][q] = optimization_barrier(x_offsets[j][q]);
       QK_UNROLL for (int part = 0; part < kParts; ++part) {
         u32 words[kWords];
         load_words<kWords>(x + x_offsets[j][q] + 2 * (first * kGroup + part * kGroup / 2), words);
@@ -196,7 +197,7 @@ struct WeightOnlyLoop {
         const u32 four =
             Codes::kNibbles ? codes[word] >> 4 * step & 0x0f0f0f0fu : codes[step * kRun / 4 + word];
         u32 low, high;
-        Codes::decode(four, from.beside[d][i][q], low, high);
+        Codes::decode(four, from.meta[d][i][q], low, high);
         weights.v[Mma::weight_word(q, 2 * word)] = as_io(low);
         weights.v[Mma::weight_word(q, 2 * word + 1)] = as_io(high);
       }
@@ -224,7 +225,7 @@ struct WeightOnlyLoop {
           if constexpr (!Codes::kGroupScales) sums = acc[i][j];
           QK_UNROLL for (int step = 0; step < kSteps; ++step)
             sums = Mma::multiply(weights[i][step], tokens[d][step][j], sums);
-          acc[i][j] = Codes::kGroupScales ? scaled(sums, from.beside[d][i], acc[i][j]) : sums;
+          acc[i][j] = Codes::kGroupScales ? scaled(sums, from.meta[d][i], acc[i][j]) : sums;
         }
         if (!kLast && (d + 1) % kJoined == 0) load_tokens<kJoined>(tokens, d + 1 - kJoined, j);
       }

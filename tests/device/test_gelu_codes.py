@@ -48,7 +48,7 @@ def numbers_of(codes, fmt):
     return torch.where(values < -FORMATS[fmt].max, torch.nan, values)
 
 
-def check(found, x, beside, variant, numbers):
+def check(found, x, prefix, variant, numbers):
     """Check codes: of a number within what the kernel is off, rounded to x's dtype."""
     word, fmt = variant.word("QK_ACT"), variant.word("QK_X_FORMAT")
     exact, (share, constant) = activated(x, word), OFF[word]
@@ -57,7 +57,7 @@ def check(found, x, beside, variant, numbers):
 
     def codes_of(y):
         y = y.float().to(x.dtype)
-        y = y if beside is None else torch.cat([beside, y], dim=1)
+        y = y if prefix is None else torch.cat([prefix, y], dim=1)
         smooth, scale = numbers
         return quantize_static(y, smooth, scale, fmt)
 
@@ -69,8 +69,10 @@ def check(found, x, beside, variant, numbers):
     there = ~nearest.isnan()
     assert torch.equal(found.isnan(), ~there)
     assert bool(((least <= found) & (found <= most))[there].all())
-    left = 0 if beside is None else beside.shape[1]
-    assert torch.equal(found[:, :left].nan_to_num(), nearest[:, :left].nan_to_num())
+    prefix_columns = 0 if prefix is None else prefix.shape[1]
+    assert torch.equal(
+        found[:, :prefix_columns].nan_to_num(), nearest[:, :prefix_columns].nan_to_num()
+    )
     assert int((found != nearest)[there].sum()) <= 1 + 0.03 * found.numel()
 
 
@@ -80,11 +82,11 @@ def drawn(variant, k, scale):
     return smooth if variant.word("QK_SMOOTH") else None, torch.tensor([scale])
 
 
-def run(variant, x, beside, numbers, *, layout="gfx12", threads=2):
-    n = 0 if beside is None else beside.shape[1]
+def run(variant, x, prefix, numbers, *, layout="gfx12", threads=2):
+    n = 0 if prefix is None else prefix.shape[1]
     m, k = x.shape[0], x.shape[1] + n
     smooth, scale = numbers
-    tensors = {"x": x, "beside": beside, "smooth": smooth, "scale": scale,
+    tensors = {"x": x, "prefix": prefix, "smooth": smooth, "scale": scale,
                "q": torch.empty(m, k, dtype=torch.uint8)}  # fmt: skip
     return launch(variant, layout, tensors, {"m": m, "n": n, "k": k}, threads=threads)["q"]
 
@@ -101,21 +103,24 @@ def test_every_value_has_the_nearest_code(variant, layout):
 
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize(
-    ("m", "k", "left"),
+    ("m", "k", "prefix_columns"),
     [
         *((1, 1, 0), (1, 15, 0), (7, 17, 0), (9, 1025, 0), (1, 8193, 0), (3, 2731, 0)),
         *((1, 32, 16), (5, 96, 32), (33, 2560, 512), (2, 16400, 16384), (3, 4112, 16)),
         (700, 48, 16),
     ],
 )
-def test_codes_are_the_nearest_at_every_tail(variant, m, k, left):
+def test_codes_are_the_nearest_at_every_tail(variant, m, k, prefix_columns):
     generator = torch.Generator().manual_seed(m * k)
     y = (torch.randn(m, k, generator=generator) * 2).to(DTYPES[variant.word("QK_IO")])
     y[m // 2, k // 2] = torch.nan
     y[0, 0] = torch.inf
-    x, beside = y[:, left:].contiguous(), y[:, :left].contiguous() if left else None
+    x, prefix = (
+        y[:, prefix_columns:].contiguous(),
+        y[:, :prefix_columns].contiguous() if prefix_columns else None,
+    )
     numbers = drawn(variant, k, 0.013)
-    check(run(variant, x, beside, numbers), x, beside, variant, numbers)
+    check(run(variant, x, prefix, numbers), x, prefix, variant, numbers)
 
 
 def telling(word="tanh", fmt="e4m3fn"):
@@ -123,42 +128,42 @@ def telling(word="tanh", fmt="e4m3fn"):
 
 
 def case(word="tanh"):
-    x, beside = torch.randn(9, 80).half(), torch.randn(9, 32).half()
-    return telling(word), x, beside, drawn(telling(), 112, 0.013)
+    x, prefix = torch.randn(9, 80).half(), torch.randn(9, 32).half()
+    return telling(word), x, prefix, drawn(telling(), 112, 0.013)
 
 
 @pytest.mark.parametrize("word", OFF)
 @pytest.mark.parametrize(
     "mistake",
     [
-        lambda x, beside, numbers: (x.roll(1, 1), beside, numbers),
-        lambda x, beside, numbers: (x, beside.roll(1, 0), numbers),
-        lambda x, beside, numbers: (x, beside, (numbers[0].roll(1), *numbers[1:])),
-        lambda x, beside, numbers: (x, beside, (numbers[0], numbers[1] * 1.02)),
+        lambda x, prefix, numbers: (x.roll(1, 1), prefix, numbers),
+        lambda x, prefix, numbers: (x, prefix.roll(1, 0), numbers),
+        lambda x, prefix, numbers: (x, prefix, (numbers[0].roll(1), *numbers[1:])),
+        lambda x, prefix, numbers: (x, prefix, (numbers[0], numbers[1] * 1.02)),
     ],
-    ids=["x", "beside", "smooth", "scale"],
+    ids=["x", "prefix", "smooth", "scale"],
 )
 def test_the_judge_sees_a_mistake(word, mistake):
     torch.manual_seed(1)
-    variant, x, beside, numbers = case(word)
-    wrong = run(variant, *mistake(x, beside, numbers))
+    variant, x, prefix, numbers = case(word)
+    wrong = run(variant, *mistake(x, prefix, numbers))
     with pytest.raises(AssertionError):
-        check(wrong, x, beside, variant, numbers)
+        check(wrong, x, prefix, variant, numbers)
 
 
 @pytest.mark.parametrize("others", [("gelu", "silu"), ("tanh", "silu"), ("silu", "gelu")])
 def test_the_judge_sees_another_activation(others):
     torch.manual_seed(1)
-    (variant, x, beside, numbers), other = case(others[0]), telling(others[1])
+    (variant, x, prefix, numbers), other = case(others[0]), telling(others[1])
     with pytest.raises(AssertionError):
-        check(run(other, x, beside, numbers), x, beside, variant, numbers)
+        check(run(other, x, prefix, numbers), x, prefix, variant, numbers)
 
 
 def test_codes_do_not_depend_on_threads():
     torch.manual_seed(1)
-    variant, x, beside, numbers = case()
-    found = run(variant, x, beside, numbers, threads=5)
-    assert torch.equal(found, run(variant, x, beside, numbers, threads=1))
+    variant, x, prefix, numbers = case()
+    found = run(variant, x, prefix, numbers, threads=5)
+    assert torch.equal(found, run(variant, x, prefix, numbers, threads=1))
 
 
 # ------------------------------------------------------------------------------------ the operation
@@ -168,17 +173,17 @@ def test_codes_do_not_depend_on_threads():
     ("change", "error", "text"),
     [
         ({0: torch.zeros(2, 5, 80).half()}, ShapeError, r"x has shape \(2, 5, 80\)"),
-        ({1: torch.zeros(8, 32).half()}, ShapeError, r"beside has shape \(8, 32\)"),
-        ({1: torch.zeros(9, 32)}, KernelError, "beside is torch.float32, wanted torch.float16"),
-        ({1: torch.zeros(9, 24).half()}, ShapeError, "24 columns beside 80, wanted"),
+        ({1: torch.zeros(8, 32).half()}, ShapeError, r"prefix has shape \(8, 32\)"),
+        ({1: torch.zeros(9, 32)}, KernelError, "prefix is torch.float32, wanted torch.float16"),
+        ({1: torch.zeros(9, 24).half()}, ShapeError, "24 prefix columns before 80, expected"),
         ({2: torch.zeros(80)}, ShapeError, r"smooth has shape \(80,\), wanted \(112,\)"),
         ({3: torch.ones(2)}, ShapeError, r"scale has shape \(2,\), wanted one element"),
         ({4: "relu"}, KernelError, "activation 'relu', wanted one of silu, gelu, tanh"),
     ],
 )  # fmt: skip
 def test_operands_that_do_not_fit_are_refused(change, error, text):
-    _, x, beside, numbers = case()
-    arguments = [x, beside, *numbers, "tanh", "e4m3fn"]
+    _, x, prefix, numbers = case()
+    arguments = [x, prefix, *numbers, "tanh", "e4m3fn"]
     for place, value in change.items():
         arguments[place] = value
     with pytest.raises(error, match=f"gelu_codes_fp8: {text}"):
@@ -189,16 +194,19 @@ def test_operands_that_do_not_fit_are_refused(change, error, text):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize(
-    ("m", "k", "left"), [(7, 17, 0), (9, 1025, 0), (33, 2560, 512), (4608, 15360, 3072)]
+    ("m", "k", "prefix_columns"), [(7, 17, 0), (9, 1025, 0), (33, 2560, 512), (4608, 15360, 3072)]
 )
-def test_a_gpu_has_the_nearest_codes(variant, m, k, left):
+def test_a_gpu_has_the_nearest_codes(variant, m, k, prefix_columns):
     generator = torch.Generator().manual_seed(m * k)
     y = (torch.randn(m, k, generator=generator) * 2).to(DTYPES[variant.word("QK_IO")])
     y[m // 2, k // 2] = torch.nan
-    x, beside = y[:, left:].contiguous(), y[:, :left].contiguous() if left else None
+    x, prefix = (
+        y[:, prefix_columns:].contiguous(),
+        y[:, :prefix_columns].contiguous() if prefix_columns else None,
+    )
     numbers = drawn(variant, k, 0.013)
-    given = (t if t is None else t.cuda() for t in (x, beside, *numbers))
+    given = (t if t is None else t.cuda() for t in (x, prefix, *numbers))
     options = (variant.word("QK_ACT"), variant.word("QK_X_FORMAT"))
     with use(Backend.GPU):
         found = operate(variant.op.name, *given, *options)
-    check(found.cpu(), x, beside, variant, numbers)
+    check(found.cpu(), x, prefix, variant, numbers)

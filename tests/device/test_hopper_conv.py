@@ -287,7 +287,7 @@ def near(y, exactly, dtype, unit):
 
 
 def names_and_shapes(kernel):
-    return (SHAPES if kernel.beside else SHAPES | DENSE_SHAPES).items()
+    return (SHAPES if kernel.weights_meta else SHAPES | DENSE_SHAPES).items()
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])

@@ -41,23 +41,23 @@ def codes_of(y, kind):
 
 
 def normed_rows(kind, *given, centred=True):
-    """Return codes of x with weight, bias, up and by."""
+    """Return codes of x with weight, bias and modulation."""
     scale = torch.tensor([SCALE[kind]], device=given[0].device)
     operands = (*given, None, scale)
     return operate(f"layer_norm_codes_{kind}", *operands, 1e-6, centred, FORMATS[kind])
 
 
-def exact_rows(x, w, b, up, by, *, centred=True):
+def exact_rows(x, w, b, gain, shift, *, centred=True):
     apart = x.double() - (x.double().mean(1, keepdim=True) if centred else 0)
     y = apart / (apart.square().mean(1, keepdim=True) + 1e-6).sqrt()
-    return (y * w.double() + b.double()) * (1 + up.double()) + by.double()
+    return (y * w.double() + b.double()) * (1 + gain.double()) + shift.double()
 
 
 def row_operands(dtype, m, k):
     x = torch.randn(m, k) * 2 + 3
     w, b = torch.randn(2, k)
-    up, by = torch.randn(2, 1, k)
-    return [t.to(dtype) for t in (x, w, b, up, by)]
+    gain, shift = torch.randn(2, 1, k)
+    return [t.to(dtype) for t in (x, w, b, gain, shift)]
 
 
 @pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
@@ -76,10 +76,10 @@ def test_a_rows_codes_are_those_of_its_norm(size, kind, centred):
 @pytest.mark.parametrize("size", ROWS, ids=str)
 def test_rows_of_one_number_are_their_modulation(size, dtype):
     torch.manual_seed(0)
-    _, w, b, up, by = row_operands(dtype, *size)
+    _, w, b, gain, shift = row_operands(dtype, *size)
     x = torch.full(size, 1000.0).to(dtype)
-    found = normed_rows("fp8", x, w, b, up, by)
-    y = b * (1 + up) + by
+    found = normed_rows("fp8", x, w, b, gain, shift)
+    y = b * (1 + gain) + shift
     assert torch.equal(found, codes_of(y.double(), "fp8").expand(size))
 
 

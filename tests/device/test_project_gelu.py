@@ -50,9 +50,9 @@ class Case:
     dtype: torch.dtype
 
     @property
-    def left(self):
-        beside = self.others[0]
-        return 0 if beside is None else beside.shape[1]
+    def prefix_columns(self):
+        prefix = self.others[0]
+        return 0 if prefix is None else prefix.shape[1]
 
     def on(self, device):
         def moved(operands):
@@ -100,12 +100,12 @@ def on_host(case, variant, layout, threads=2):
     changed = "" if tensors["smooth"] is None else "smooth"
     kind = "int8" if y_format == "int8" else "fp8"
     codes = Variant(OPS[f"gelu_codes_{kind}"], (io, y_format, case.activation, changed))
-    q = torch.empty(m, case.left + n, dtype=torch.uint8)
-    others = {name: tensors[name] for name in ("beside", "smooth", "scale")}
-    wide = {"m": m, "n": case.left, "k": case.left + n}
+    q = torch.empty(m, case.prefix_columns + n, dtype=torch.uint8)
+    others = {name: tensors[name] for name in ("prefix", "smooth", "scale")}
+    wide = {"m": m, "n": case.prefix_columns, "k": case.prefix_columns + n}
     wanted = launch(codes, layout, {"x": y.clone(), **others, "q": q}, wide)["q"]
     numbers = {
-        "left": case.left,
+        "prefix_columns": case.prefix_columns,
         "act": 1 + list(ACTIVATIONS).index(case.activation),
         "per_token": int(len(x_scale) > 1),
         "per_channel": int(len(w_scale) > 1),
@@ -178,7 +178,7 @@ def test_sizes_tell_whether_anything_is_smoothed(op):
 
 
 def spoiled(case, **changes):
-    names = ("beside", "smooth", "scale")
+    names = ("prefix", "smooth", "scale")
     others = {**dict(zip(names, case.others, strict=True)), **changes}
     return Case(case.product, tuple(others.values()), *case.how)
 
@@ -186,9 +186,13 @@ def spoiled(case, **changes):
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"beside": torch.zeros(6, 24).half()}, ShapeError, "24 columns beside 16, wanted"),
-        ({"beside": torch.zeros(5, 32).half()}, ShapeError, r"beside has shape \(5, 32\), wanted"),
-        ({"beside": torch.zeros(6, 32)}, KernelError, "beside is torch.float32, wanted"),
+        (
+            {"prefix": torch.zeros(6, 24).half()},
+            ShapeError,
+            "24 prefix columns before 16, expected",
+        ),
+        ({"prefix": torch.zeros(5, 32).half()}, ShapeError, r"prefix has shape \(5, 32\), wanted"),
+        ({"prefix": torch.zeros(6, 32)}, KernelError, "prefix is torch.float32, wanted"),
         ({"smooth": torch.ones(16)}, ShapeError, r"smooth has shape \(16,\), wanted \(48,\)"),
         ({"smooth": torch.ones(48).half()}, KernelError, "smooth is torch.float16, wanted"),
         ({"scale": torch.ones(2)}, ShapeError, "scale"),
@@ -233,10 +237,10 @@ def test_kernels_compile_without_spills_to_matrix_instructions(kernel):
 
 
 def test_arguments_end_in_the_codes_and_the_columns_beside_them():
-    launched = plan_launch(KERNELS[0], 300, 208, 640, left=48)
+    launched = plan_launch(KERNELS[0], 300, 208, 640, prefix_columns=48)
     assert arguments(KERNELS[0]) == (
-        *("x_map", "x_scale", "w_map", "w_scale", "bias", "beside", "smooth", "scale"),
-        *("q", "m", "n", "k", "left", "group"),
+        *("x_map", "x_scale", "w_map", "w_scale", "bias", "prefix", "smooth", "scale"),
+        *("q", "m", "n", "k", "prefix_columns", "group"),
     )
     assert launched.numbers[:4] == (300, 208, 640, 48)
     assert [spec.operand for spec in launched.maps] == ["x", "w"]
@@ -281,14 +285,14 @@ def test_every_tile_writes_all_codes_and_nothing_else(hopper, kernel):
     case = Case(case.product, case.others, "tanh", case.formats, case.dtype)
     operands = [*case.product, *case.others]
     nulls = [i for i, tensor in enumerate(operands) if tensor is None]
-    n, left = len(case.product[2]), case.left
-    room = torch.full((m * (n + left) + 512,), 0x77, dtype=torch.uint8, device="cuda")
-    q = room[256:-256].view(m, n + left)
-    sizes = {"m": m, "n": n, "k": k, "left": left}
+    n, prefix_columns = len(case.product[2]), case.prefix_columns
+    room = torch.full((m * (n + prefix_columns) + 512,), 0x77, dtype=torch.uint8, device="cuda")
+    q = room[256:-256].view(m, n + prefix_columns)
+    sizes = {"m": m, "n": n, "k": k, "prefix_columns": prefix_columns}
     call = Call(hopper, kernel, sizes, [(tuple(q.shape), torch.uint8)], nulls)
     call.launch(*operands, q)
     assert torch.equal(q, case.apart(op))
-    assert len(q[:, left:].unique()) > 100
+    assert len(q[:, prefix_columns:].unique()) > 100
     assert bool((room[:256] == 0x77).all())
     assert bool((room[-256:] == 0x77).all())
 

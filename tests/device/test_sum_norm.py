@@ -21,11 +21,11 @@ def _host_compiler():
 def operands(dtype, m=6, k=264, *, pictures=2, gated=True, device="cpu"):
     """Return x, added, gate, and what follows them."""
     x, added = torch.randn(2, m, k, device=device).to(dtype).unbind()
-    gate, up, by = torch.randn(3, pictures, k, device=device).to(dtype).unbind()
+    gate, gain, shift = torch.randn(3, pictures, k, device=device).to(dtype).unbind()
     weight, bias = torch.randn(2, k, device=device).to(dtype).unbind()
     smooth = torch.rand(k, device=device) + 0.5
     scale = torch.tensor([0.02], device=device)
-    return [x, added, gate if gated else None, weight, bias, up, by, smooth, scale]
+    return [x, added, gate if gated else None, weight, bias, gain, shift, smooth, scale]
 
 
 def summed(x, added, gate):

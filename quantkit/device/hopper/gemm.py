@@ -41,8 +41,8 @@ CONV_NUMBERS = (
     *("stride_x", "stride_y", "dilation_x", "dilation_y", "left", "top", "group"),
 )
 _IOS, _FORMATS = ("f16", "bf16", "f32"), list(FORMATS)
-#: How the names of weights' arguments beside their codes end.
-_BESIDE = ("_meta", "_group")
+#: How the names of weights' arguments besides their codes end.
+_META = ("_meta", "_group")
 
 
 class Family(Enum):
@@ -264,12 +264,12 @@ class HopperKernel:
     @property
     def weight_row(self) -> int:
         """Bytes of a weight row in a stage: codes, or half as many where they are 2:4 or int4."""
-        return STEP_K // 2 if self.beside else STEP_K
+        return STEP_K // 2 if self.weights_meta else STEP_K
 
     @property
-    def beside(self) -> tuple[str, ...]:
-        """Arguments of the weights beside their codes: positions, or factors."""
-        return tuple(a.name for a in self.op.args if a.name.endswith(_BESIDE))
+    def weights_meta(self) -> tuple[str, ...]:
+        """Arguments of the weights besides their codes: positions, or factors."""
+        return tuple(a.name for a in self.op.args if a.name.endswith(_META))
 
     @property
     def stages(self) -> int:
@@ -338,13 +338,13 @@ def arguments(kernel: HopperKernel) -> tuple[str, ...]:
     if kernel.adds:
         y = ("residual", *(() if is_conv else ("gate",)), *y, "residual_map")
         numbers = (*numbers, *(() if is_conv else ("rows",)))
-    return ("x_map", "x_scale", "w_map", *kernel.beside, "w_scale", "bias", *y, *numbers)
+    return ("x_map", "x_scale", "w_map", *kernel.weights_meta, "w_scale", "bias", *y, *numbers)
 
 
 def _activating_arguments(kernel: HopperKernel) -> tuple[str, ...]:
-    product = ("x_map", "x_scale", "w_map", *kernel.beside, "w_scale", "bias")
-    numbers = ("m", "n", "k", "left", "group")
-    return (*product, "beside", "smooth", "scale", "q", *numbers)
+    product = ("x_map", "x_scale", "w_map", *kernel.weights_meta, "w_scale", "bias")
+    numbers = ("m", "n", "k", "prefix_columns", "group")
+    return (*product, "prefix", "smooth", "scale", "q", *numbers)
 
 
 def _projecting_arguments(kernel: HopperKernel) -> tuple[str, ...]:
@@ -365,13 +365,13 @@ def plan_launch(
     multiprocessors: int = MULTIPROCESSORS,
     *,
     rows: int = 1,
-    left: int = 0,
+    prefix_columns: int = 0,
 ) -> HopperLaunch:
     """Return how ``kernel`` computes M tokens x N outputs over K.
 
     Args:
         rows: tokens for a row of a gate.
-        left: columns of codes beside those of an activation.
+        prefix_columns: of codes before those of an activation.
 
     Raises:
         KernelError: K is no multiple of what the operation takes, or too short to be split; rows of
@@ -392,13 +392,13 @@ def plan_launch(
         if y is None:
             raise KernelError(f"{kernel.symbol}: rows of {n} outputs are no multiple of 16 bytes")
         added = (replace(y, operand="residual"),)
-    beside = (left,) if kernel.activates else ()
+    prefix = (prefix_columns,) if kernel.activates else ()
     return HopperLaunch(
         grid=grid_of(tile, m, n, multiprocessors),
         block=tile.threads,
         shared_bytes=kernel.shared_bytes,
         maps=(x, w, *(() if kernel.activates else (y,)), *added),
-        numbers=(m, n, k, *beside, GROUP, *((rows,) if kernel.adds else ())),
+        numbers=(m, n, k, *prefix, GROUP, *((rows,) if kernel.adds else ())),
     )
 
 

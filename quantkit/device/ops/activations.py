@@ -50,17 +50,17 @@ ALIGNED = 16
 
 def gelu_codes(
     x: Tensor,
-    beside: Tensor | None,
+    prefix: Tensor | None,
     smooth: Tensor | None,
     scale: Tensor,
     activation: str,
     fmt: str,
 ) -> Tensor:
-    """Return the codes of ``act(x)``, in x's dtype before; with ``beside`` left of them.
+    """Return the codes of ``act(x)``, in x's dtype before; after those of ``prefix``.
 
     Args:
         x: (M, K - N) float16, bfloat16 or float32.
-        beside: (M, N) of the same dtype, quantized as it is, or None; then N is 0.
+        prefix: (M, N) of the same dtype, quantized as it is, or None; then N is 0.
         smooth: (K,), as ``quantize_static`` takes them.
         scale: float32 with one element.
         activation: of ACTIVATIONS.
@@ -70,7 +70,7 @@ def gelu_codes(
         (M, K) uint8.
     """
     y = ACTIVATIONS[activation](x.float()).to(x.dtype)
-    y = y if beside is None else torch.cat([beside, y], dim=1)
+    y = y if prefix is None else torch.cat([prefix, y], dim=1)
     return codes_of(y, smooth, scale, fmt)
 
 
@@ -83,12 +83,12 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
 
 
 def check_changes(op: str, x: Tensor, others: Operands, activation: str) -> int:
-    """Return the columns of ``beside``; refuse operands that do not fit x (M, K - N).
+    """Return the columns of ``prefix``; refuse operands that do not fit x (M, K - N).
 
     Args:
         op: its name.
         x: what is activated.
-        others: beside, smooth and scale.
+        others: prefix, smooth and scale.
         activation: of ACTIVATIONS, else it is refused.
 
     Raises:
@@ -96,37 +96,37 @@ def check_changes(op: str, x: Tensor, others: Operands, activation: str) -> int:
         KernelError: a dtype that is not the operation's, operands on several devices, or an
             activation that there is not.
     """
-    beside, smooth, scale = others
+    prefix, smooth, scale = others
     if activation not in ACTIVATIONS:
         wanted = ", ".join(ACTIVATIONS)
         raise KernelError(f"{op}: activation {activation!r}, wanted one of {wanted}")
     if x.ndim != 2:
         raise ShapeError(f"{op}: x has shape {tuple(x.shape)}, wanted (M, K)")
     io_word(op, x.dtype)
-    n = _check_beside(op, x, beside)
+    n = _check_prefix(op, x, prefix)
     check_smoothing(op, smooth, n + x.shape[1], x)
     check_scalar(op, "scale", given(scale), x)
     return n
 
 
-def _check_beside(op: str, x: Tensor, beside: Tensor | None) -> int:
+def _check_prefix(op: str, x: Tensor, prefix: Tensor | None) -> int:
     """Return the columns left of x's."""
-    if beside is None:
+    if prefix is None:
         return 0
-    expect(op, "beside", beside, x.dtype, (x.shape[0], beside.shape[-1]))
-    check_device(op, "beside", beside, x)
-    columns = beside.shape[1]
+    expect(op, "prefix", prefix, x.dtype, (x.shape[0], prefix.shape[-1]))
+    check_device(op, "prefix", prefix, x)
+    columns = prefix.shape[1]
     if columns % ALIGNED or x.shape[1] % ALIGNED:
         raise ShapeError(
-            f"{op}: {columns} columns beside {x.shape[1]}, wanted multiples of {ALIGNED}"
+            f"{op}: {columns} prefix columns before {x.shape[1]}, expected multiples of {ALIGNED}"
         )
     return columns
 
 
 def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
     del options
-    x, beside = given(operands[0]), operands[1]
-    columns = x.shape[1] if beside is None else x.shape[1] + beside.shape[1]
+    x, prefix = given(operands[0]), operands[1]
+    columns = x.shape[1] if prefix is None else x.shape[1] + prefix.shape[1]
     return (((x.shape[0], columns), torch.uint8),)
 
 
@@ -135,8 +135,8 @@ def _sample(
 ) -> tuple[Operands, Options]:
     m, n, k = sizes
     y = (torch.randn(m, k, generator=generator) * 2).to(IO_DTYPES[variant.word("QK_IO")])
-    left = k // 3 // ALIGNED * ALIGNED if n % 2 and k % ALIGNED == 0 else 0
-    rows = (y[:, left:].contiguous(), y[:, :left].contiguous() if left else None)
+    columns = k // 3 // ALIGNED * ALIGNED if n % 2 and k % ALIGNED == 0 else 0
+    rows = (y[:, columns:].contiguous(), y[:, :columns].contiguous() if columns else None)
     changes = sample_input(variant, k, generator)
     return (*rows, *changes), (variant.word("QK_ACT"), variant.word("QK_X_FORMAT"))
 
@@ -155,16 +155,16 @@ def _op(kind: str) -> Op:
         source="gelu_codes.hip",
         formula=(
             f"q[i, j] = {kind}(clamp(y[i, j] * smooth[j] / scale[0], -max, max)), "
-            "y[i, j] = beside[i, j] where j < n, else act(x[i, j - n])"
+            "y[i, j] = prefix[i, j] where j < n, else act(x[i, j - n])"
         ),
         schema=(
-            "(Tensor x, Tensor? beside, Tensor? smooth, Tensor scale, "
+            "(Tensor x, Tensor? prefix, Tensor? smooth, Tensor scale, "
             "str activation, str x_format) -> Tensor"
         ),
         axes=(IO, formats("X", kind), Axis("QK_ACT", tuple(ACTIVATIONS), first=1), SMOOTHING),
         args=(
             Argument("x", "io", "[m, k - n]"),
-            Argument("beside", "io", "[m, n]", null="nothing beside: n is 0"),
+            Argument("prefix", "io", "[m, n]", null="no prefix: n is 0"),
             Argument("smooth", "f32", "[k]", null="not smoothed (variants without _smooth)"),
             Argument("scale", "f32", "[1]"),
             *(Argument("q", "u8", "[m, k]", written=True), M, N, K),

@@ -28,26 +28,28 @@ from quantkit.numerics import norms
 
 #: Values that a lane loads at once.
 _ALIGNED = 8
+#: Operands that modulate a norm.
+_MODULATION = ("modulation_scale", "modulation_shift")
 
 
 def layer_norm_codes(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    up: Tensor | None,
-    by: Tensor | None,
+    modulation_scale: Tensor | None,
+    modulation_shift: Tensor | None,
     smooth: Tensor | None,
     scale: Tensor,
     eps: float,
     centred: bool,  # noqa: FBT001  the schema's
     fmt: str,
 ) -> Tensor:
-    """Return the codes of ``norm(x) * (1 + up) + by``, (M, K) uint8.
+    """Return the codes of ``norm(x) * (1 + modulation_scale) + modulation_shift``, (M, K) uint8.
 
     Args:
         x: (M, K) float16, bfloat16 or float32.
         weight, bias: (K,) of x's dtype, or None.
-        up, by: (B, K) of x's dtype, or None; each for M / B rows.
+        modulation_scale, modulation_shift: (B, K) of x's dtype, or None; each for M / B rows.
         smooth: as ``quantize_static`` takes them.
         scale: float32 with one element.
         eps: added to variances.
@@ -56,10 +58,10 @@ def layer_norm_codes(
     """
     y = norms.layer_norm(x.float(), centred=centred, eps=eps)
     y = norms.scaled(y, weight, bias).to(x.dtype)
-    if up is not None:
-        y = y * (1 + _for_rows(up, x))
-    if by is not None:
-        y = y + _for_rows(by, x)
+    if modulation_scale is not None:
+        y = y * (1 + _for_rows(modulation_scale, x))
+    if modulation_shift is not None:
+        y = y + _for_rows(modulation_shift, x)
     return codes_of(y, smooth, scale, fmt)
 
 
@@ -101,14 +103,16 @@ def _check_sum(op: Op, operands: Operands, options: Options) -> Problem:
 def _check_norm(
     op: Op, x: Tensor, gate: Tensor | None, operands: Operands, options: Options
 ) -> Problem:
-    (weight, bias, up, by, smooth, scale), (eps, centred, fmt) = operands, options
+    weight, bias, *modulation, smooth, scale = operands
+    eps, centred, fmt = options
     word = io_word(op.name, x.dtype)
     if x.ndim != 2 or x.shape[1] % _ALIGNED:
         raise ShapeError(
             f"{op.name}: x is {tuple(x.shape)}, wanted (M, K), K a multiple of {_ALIGNED}"
         )
     check_input(op.name, x, (weight, bias, smooth), given(scale))
-    batch = _check_modulation(op.name, x, {"gate": gate, "up": up, "by": by})
+    given_rows = dict(zip(("gate", *_MODULATION), (gate, *modulation), strict=True))
+    batch = _check_modulation(op.name, x, given_rows)
     words = (word, fmt, smooth_word(smooth))
     m, k = x.shape
     sizes = {"m": m, "n": norms.row_lanes(k), "k": k, "rows": m // batch or 1}
@@ -146,8 +150,8 @@ def _sample(
     x = (torch.randn(m, k, generator=generator) * 2 + 3).to(dtype)
     numbers = torch.randn(2, k, generator=generator).to(dtype).unbind()
     batch = 2 if m % 2 == 0 else 1
-    up, by = torch.randn(2, batch, k, generator=generator).to(dtype).unbind()
-    modulation = (up, by) if n % 2 else (None, None)
+    drawn = torch.randn(2, batch, k, generator=generator).to(dtype).unbind()
+    modulation = drawn if n % 2 else (None, None)
     operands = (x, *numbers, *modulation, *sample_input(variant, k, generator))
     return operands, (1e-6, n % 3 > 0, variant.word("QK_X_FORMAT"))
 
@@ -167,8 +171,9 @@ _EXACT = Budget(0.0, 0.0, (0.0, 0.0), "sums have one order, and every step is ro
 _WEIGHT, _BIAS, *_QUANTIZED = INPUT_ARGS
 _X, _CODES = Argument("x", "io", "[m, k]"), Argument("q", "u8", "[m, k]", written=True)
 _BETWEEN = (
-    *(_WEIGHT, _BIAS, Argument("up", "io", "[m // rows, k]", null="zeros")),
-    *(Argument("by", "io", "[m // rows, k]", null="zeros"), *_QUANTIZED),
+    *(_WEIGHT, _BIAS),
+    *(Argument(name, "io", "[m // rows, k]", null="zeros") for name in _MODULATION),
+    *_QUANTIZED,
 )
 _NUMBERS = (M, N, K, *(Argument(name, "i32") for name in ("rows", "centred", "eps")))
 _ADDED = (
@@ -176,12 +181,13 @@ _ADDED = (
     Argument("gate", "io", "[m // rows, k]", null="ones"),
 )
 _SCHEMA = (
-    "Tensor? weight, Tensor? bias, Tensor? up, Tensor? by, Tensor? smooth, "
-    "Tensor scale, float eps, bool centred, str x_format)"
+    "Tensor? weight, Tensor? bias, Tensor? modulation_scale, Tensor? modulation_shift, "
+    "Tensor? smooth, Tensor scale, float eps, bool centred, str x_format)"
 )
 _FORMULA = (
     "(clamp(y * smooth[j] * (1 / scale[0]), -max, max)), y = ((x[i, j] - mean_i) / "
-    "sqrt(variance_i + eps) * weight[j] + bias[j]) * (1 + up[i / rows, j]) + by[i / rows, j]"
+    "sqrt(variance_i + eps) * weight[j] + bias[j]) * (1 + modulation_scale[i / rows, j]) "
+    "+ modulation_shift[i / rows, j]"
 )
 
 

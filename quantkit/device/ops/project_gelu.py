@@ -45,7 +45,7 @@ def project_gelu(
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    beside: Tensor | None,
+    prefix: Tensor | None,
     smooth: Tensor | None,
     scale: Tensor,
     activation: str,
@@ -62,7 +62,7 @@ def project_gelu(
         w: (N, K) uint8 codes.
         w_scale: float32, one element, (N,), or (N, K / G) with a scale per group along K.
         bias: (N,) any float dtype, or None.
-        beside: (M, L) in ``dtype``, whose codes stand left, or None; then L is 0.
+        prefix: (M, L) in ``dtype``, whose codes stand first, or None; then L is 0.
         smooth: (L + N,), as ``quantize_static`` takes them.
         scale: float32 with one element.
         activation: of ACTIVATIONS.
@@ -75,7 +75,7 @@ def project_gelu(
         (M, L + N) uint8.
     """
     y = gemm(x, x_scale, w, w_scale, bias, x_format, w_format, dtype)
-    return gelu_codes(y, beside, smooth, scale, activation, y_format)
+    return gelu_codes(y, prefix, smooth, scale, activation, y_format)
 
 
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
@@ -91,7 +91,7 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
         "m": x.shape[0],
         "n": n,
         "k": x.shape[1],
-        "left": check_changes(op.name, y, others, activation),
+        "prefix_columns": check_changes(op.name, y, others, activation),
         "act": 1 + list(ACTIVATIONS).index(activation),
         "per_token": int(x_scale.numel() > 1),
         "per_channel": int(w_scale.numel() > 1),
@@ -104,9 +104,9 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
 
 def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
     del options
-    x, w, beside = given(operands[0]), given(operands[2]), operands[-_OTHERS]
-    left = 0 if beside is None else beside.shape[1]
-    return (((x.shape[0], left + w.shape[0]), torch.uint8),)
+    x, w, prefix = given(operands[0]), given(operands[2]), operands[-_OTHERS]
+    prefix_columns = 0 if prefix is None else prefix.shape[1]
+    return (((x.shape[0], prefix_columns + w.shape[0]), torch.uint8),)
 
 
 def _sample(
@@ -115,13 +115,15 @@ def _sample(
     m, n, k = sizes
     dtype = IO_DTYPES[variant.word("QK_IO")]
     kinds = (variant.word(f"QK_{of}_FORMAT") for of in "XWY")
-    left = 2 * ALIGNED if n % 2 == 0 else 0
-    columns = ALIGNED * (n // ALIGNED + 1) if left else n
+    prefix_columns = 2 * ALIGNED if n % 2 == 0 else 0
+    columns = ALIGNED * (n // ALIGNED + 1) if prefix_columns else n
     product = sample_product(variant, (m, k), columns, k, generator, per_row=m % 3 > 0)
-    beside = torch.randn(m, left, generator=generator).to(dtype) if left else None
-    smooth = torch.rand(left + columns, generator=generator) + 0.5 if m % 2 else None
+    prefix = (
+        torch.randn(m, prefix_columns, generator=generator).to(dtype) if prefix_columns else None
+    )
+    smooth = torch.rand(prefix_columns + columns, generator=generator) + 0.5 if m % 2 else None
     activation = list(ACTIVATIONS)[(m + k) % len(ACTIVATIONS)]
-    return (*product, beside, smooth, torch.tensor([0.013])), (activation, *kinds, dtype)
+    return (*product, prefix, smooth, torch.tensor([0.013])), (activation, *kinds, dtype)
 
 
 _NEAR = Budget(
@@ -131,7 +133,7 @@ _NEAR = Budget(
     "sums in another order, and an activation within its own error, move a value across the "
     "boundary between two codes",
 )
-_REQUIRES = (f"left % {ALIGNED} == 0", f"left * (n % {ALIGNED}) == 0")
+_REQUIRES = (f"prefix_columns % {ALIGNED} == 0", f"prefix_columns * (n % {ALIGNED}) == 0")
 
 
 def _dense(kind: str, k_multiple: int) -> Op:
@@ -140,22 +142,26 @@ def _dense(kind: str, k_multiple: int) -> Op:
         family="project_gelu",
         source="project_gelu.hip",
         formula=(
-            f"gelu_codes_{kind} of gemm_{kind}'s y: q[i, left + j] = {kind}(clamp(act(y[i, j]) * "
-            "smooth[left + j] / scale[0], -max, max)), y and act(y) rounded"
+            f"gelu_codes_{kind} of gemm_{kind}'s y: q[i, prefix_columns + j] = "
+            f"{kind}(clamp(act(y[i, j]) * "
+            "smooth[prefix_columns + j] / scale[0], -max, max)), y and act(y) rounded"
         ),
         schema=(
-            "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor? beside, "
+            "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor? prefix, "
             "Tensor? smooth, Tensor scale, str activation, str x_format, "
             "str w_format, str y_format, ScalarType dtype) -> Tensor"
         ),
         axes=(formats("X", kind), formats("W", kind), IO, formats("Y", kind), TILE),
         args=(
             *(X_CODES, X_SCALE, Argument("w", "u8", "[n, k]"), *scales_and_bias("n")),
-            Argument("beside", "io", "[m, left]", null="nothing beside: left is 0"),
-            Argument("smooth", "f32", "[left + n]", null="not smoothed"),
+            Argument("prefix", "io", "[m, prefix_columns]", null="no prefix: prefix_columns is 0"),
+            Argument("smooth", "f32", "[prefix_columns + n]", null="not smoothed"),
             Argument("scale", "f32", "[1]"),
-            *(Argument("q", "u8", "[m, left + n]", written=True), M, N, K),
-            *(Argument(number, "i32") for number in ("left", "act", "per_token", "per_channel")),
+            *(Argument("q", "u8", "[m, prefix_columns + n]", written=True), M, N, K),
+            *(
+                Argument(number, "i32")
+                for number in ("prefix_columns", "act", "per_token", "per_channel")
+            ),
         ),
         k_multiple=k_multiple,
         check=_check,
