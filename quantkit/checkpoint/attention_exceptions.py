@@ -1,4 +1,4 @@
-"""The attention modules of a packed component whose formats are not those of most."""
+"""Attention modules of a packed component whose formats differ from the component's default."""
 
 from collections.abc import Mapping
 from itertools import groupby
@@ -29,7 +29,7 @@ def parse_format(value: Mapping[str, Any], where: str) -> AttentionFormat:
     """
     if value.get(_PV, NONE) != NONE:
         raise CheckpointError(
-            f"{where}: pv {value[_PV]!r:.80}, wanted {NONE} or no such key; upgrade quantkit"
+            f"{where}: pv {value[_PV]!r:.80}, expected {NONE} or no such key; upgrade quantkit"
         )
     try:
         return attention_format(value["qk"], None if _PV in value else _PV_CODES)
@@ -54,11 +54,13 @@ def parse_formats(value: object, where: str) -> dict[str, AttentionFormat]:
     """
     where = f"{where}: {KEY}"
     if not isinstance(value, list) or not value:
-        raise CheckpointError(f"{where}: {value!r:.80}, wanted a list of formats and their modules")
+        raise CheckpointError(
+            f"{where}: {value!r:.80}, expected a list of formats and their modules"
+        )
     formats: dict[str, AttentionFormat] = {}
     for item in value:
         if not isinstance(item, Mapping):
-            raise CheckpointError(f"{where}: {item!r:.80}, wanted an object")
+            raise CheckpointError(f"{where}: {item!r:.80}, expected an object")
         check_keys(item, _KEYS, where, optional=(_PV,))
         modules = parse_modules(item["modules"], where, formats)
         formats |= dict.fromkeys(modules, parse_format(item, where))

@@ -1,4 +1,4 @@
-"""What is wrong with the codes of a packed layer: looked at by the compiled core, or by PyTorch."""
+"""Checks of a packed layer's codes, by the compiled core or by PyTorch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Faults:
-    """What is wrong with a layer's packed weight."""
+    """Faults of a layer's packed weight."""
 
     #: ``BAD_CODE`` and so on; with illegal factors or metadata, what depends on them is not told
     bits: int

@@ -43,7 +43,7 @@ def _broken_values(component: PackedComponent, name: str, *, any_sign: bool) -> 
     if bad is not None:
         wanted = "finite" if any_sign else "finite and positive"
         found = value_of(values, dtype, bad)
-        yield f"{_where(component, name)}: found {found}, wanted {wanted}"
+        yield f"{_where(component, name)}: found {found}, expected {wanted}"
 
 
 def tensor_claims(component: PackedComponent) -> dict[str, Claim]:
@@ -89,7 +89,7 @@ def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
     """Yield a line for every rule that the codes or the metadata of a layer break."""
     scheme = component.config.layers[layer]
     if scheme.weight.block:
-        # Files of other programs hold every code, and every scale beside codes of zero.
+        # Files of other programs may hold any code, and any scale with codes of zero.
         return
     where, faults = _where(component, f"{layer}.weight"), faults_of(component, layer)
     if faults.bits & BAD_FACTOR:
@@ -101,7 +101,7 @@ def broken_weight(component: PackedComponent, layer: str) -> Iterator[str]:
     if faults.bits & BAD_META:
         yield f"{where}_meta: a nibble names no two ascending positions; pack the model again"
     elif faults.bits & BAD_SCALE:
-        yield f"{where}_scale: found {faults.scale} for an all-zero group, wanted 1"
+        yield f"{where}_scale: found {faults.scale} for an all-zero group, expected 1"
 
 
 def _where(component: PackedComponent, name: str) -> str:

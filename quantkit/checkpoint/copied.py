@@ -1,4 +1,4 @@
-"""The components of a pipeline that are not packed, held against the models of their configs."""
+"""Checks of components that are not packed against the models of their configs."""
 
 from collections.abc import Collection, Iterator
 from importlib.util import find_spec

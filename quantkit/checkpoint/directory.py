@@ -1,4 +1,4 @@
-"""The rules about what stands beside packed components: model_index.json and copied weights."""
+"""Rules for the rest of a packed directory: model_index.json and copied weights."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

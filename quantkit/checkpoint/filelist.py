@@ -37,7 +37,7 @@ _CURE = "download it or pack the model again"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the list says of one file."""
+    """The entry of one file in the list."""
 
     size: int
     #: SHA-256 in hex, of the whole file or, of packed weights, of what precedes the data
@@ -195,7 +195,7 @@ def _read(path: Path) -> dict[str, FileRecord]:
     values = read_json(path, error=CheckpointError, cure=_CURE)
     if values.get("schema") != SCHEMA or values.get("schema_version") != VERSION:
         found = f"{values.get('schema')!r:.40} {values.get('schema_version')!r:.20}"
-        raise CheckpointError(f"{path}: found {found}, wanted {SCHEMA!r} {VERSION}; {_CURE}")
+        raise CheckpointError(f"{path}: found {found}, expected {SCHEMA!r} {VERSION}; {_CURE}")
     try:
         return {_name(name): _record(entry) for name, entry in values["files"].items()}
     except DAMAGE as error:

@@ -1,4 +1,4 @@
-"""What each attention module is multiplied in, where its error decided, and why; for people.
+"""A record of the formats chosen for attention modules by their error, with reasons; for people.
 
 Packing writes it into the recipe of a shard's header; what is computed stands in config.json.
 """
@@ -16,7 +16,7 @@ KEY = "attention_formats_chosen"
 
 @dataclass(frozen=True)
 class FormatDecision:
-    """What was decided for an attention module."""
+    """The decision for an attention module."""
 
     #: a name of ATTENTION_FORMATS, as ``int8-pv16``; None: 16 bit
     chosen: str | None
@@ -37,7 +37,7 @@ def format_decisions(component: PackedComponent) -> dict[str, FormatDecision]:
     told = component.metadata[0].recipe.get(KEY, {})
     try:
         if not isinstance(told, Mapping):
-            raise TypeError(f"{told!r:.80}, wanted an object")
+            raise TypeError(f"{told!r:.80}, expected an object")
         return {str(name): as_type(FormatDecision, row) for name, row in told.items()}
     except DAMAGE as error:
         raise CheckpointError(

@@ -19,7 +19,7 @@ _RECORD_KEYS = ("shape", "source_sha256")
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What the metadata says of a packed layer."""
+    """The metadata of a packed layer."""
 
     #: the dense weight of the module: (N, K) or (N, C, kh, kw)
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ def parse_metadata(text: str) -> ShardMetadata:
     except ValueError as error:
         raise CheckpointError(f"{where}: not JSON ({short(error)}); pack again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: found {type(value).__name__}, wanted a JSON object")
+        raise CheckpointError(f"{where}: found {type(value).__name__}, expected a JSON object")
     check_version(value.get("format_version"), where)
     check_keys(value, _KEYS, where)
     try:
@@ -82,7 +82,7 @@ def parse_metadata(text: str) -> ShardMetadata:
 
 def _parse_record(layer: str, item: dict[str, Any]) -> LayerRecord:
     if not isinstance(item, dict):
-        raise TypeError(f"layer {layer}: found {type(item).__name__}, wanted an object")
+        raise TypeError(f"layer {layer}: found {type(item).__name__}, expected an object")
     check_keys(item, _RECORD_KEYS, f"header metadata: layer {layer:.80}")
     shape = tuple(item["shape"])
     if len(shape) not in (2, 4) or not all(type(size) is int and size > 0 for size in shape):

@@ -108,15 +108,15 @@ def parse_attention(value: object, where: str) -> PackedAttention:
         CheckpointError: a missing or unknown key, or an unknown value.
     """
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"{where}: {KEY} {value!r:.80}, wanted an object")
+        raise CheckpointError(f"{where}: {KEY} {value!r:.80}, expected an object")
     where = f"{where}: {KEY}"
     check_keys(value, _KEYS, where, optional=(_STATIC, _PV, FORMATS))
     most = parse_format(value, where)
     min_keys, exclude = value["min_keys"], value["exclude"]
     if type(min_keys) is not int or min_keys < 1:
-        raise CheckpointError(f"{where}: min_keys {min_keys!r:.80}, wanted 1 or more")
+        raise CheckpointError(f"{where}: min_keys {min_keys!r:.80}, expected 1 or more")
     if not _are_names(exclude):
-        raise CheckpointError(f"{where}: exclude {exclude!r:.80}, wanted a list of globs")
+        raise CheckpointError(f"{where}: exclude {exclude!r:.80}, expected a list of globs")
     static = _parse_static(value[_STATIC], f"{where}: {_STATIC}") if _STATIC in value else {}
     formats = parse_formats(value[FORMATS], where) if FORMATS in value else {}
     return PackedAttention(most.qk, min_keys, tuple(exclude), static, most.pv, formats)
@@ -124,16 +124,16 @@ def parse_attention(value: object, where: str) -> PackedAttention:
 
 def _parse_static(value: object, where: str) -> dict[str, HeadShape]:
     if not isinstance(value, list) or not value:
-        raise CheckpointError(f"{where}: {value!r:.80}, wanted a list of heads and their modules")
+        raise CheckpointError(f"{where}: {value!r:.80}, expected a list of heads and their modules")
     static: dict[str, HeadShape] = {}
     for item in value:
         if not isinstance(item, Mapping):
-            raise CheckpointError(f"{where}: {item!r:.80}, wanted an object")
+            raise CheckpointError(f"{where}: {item!r:.80}, expected an object")
         check_keys(item, _STATIC_KEYS, where)
         heads, head_size = item["heads"], item["head_size"]
         if any(type(size) is not int or size < 1 for size in (heads, head_size)):
             raise CheckpointError(
-                f"{where}: {heads!r:.40} heads of {head_size!r:.40}, wanted 1 or more"
+                f"{where}: {heads!r:.40} heads of {head_size!r:.40}, expected 1 or more"
             )
         modules = parse_modules(item["modules"], where, static)
         static |= dict.fromkeys(modules, HeadShape(heads, head_size))

@@ -1,4 +1,4 @@
-"""Opening packed checkpoints: what headers and scales decide is checked at every opening."""
+"""Opening packed checkpoints, with the checks that need headers and scales only."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,7 +126,7 @@ def _single_file(path: Path) -> tuple[Path, ...]:
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
         raise CheckpointError(
-            f"{path}: found {len(files)} weight files ({names}) and no index, wanted one file; "
+            f"{path}: found {len(files)} weight files ({names}) and no index, expected one file; "
             "pack the model again"
         )
     return files
@@ -144,7 +144,7 @@ def _read_index(path: Path) -> Index | None:
         return None
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise CheckpointError(f"{path}: found {len(files)} indexes ({names}), wanted one")
+        raise CheckpointError(f"{path}: found {len(files)} indexes ({names}), expected one")
     found = read_shard_index(files[0], error=CheckpointError, cure=_CURE)
     total = found.metadata.get("total_size")
     if type(total) is not int:

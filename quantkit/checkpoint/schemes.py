@@ -43,7 +43,7 @@ def check_keys(
     for key in found:
         if key not in wanted and key not in optional:
             raise CheckpointError(
-                f"{where}: unknown key {key!r:.80}, wanted {', '.join(wanted)}; upgrade quantkit"
+                f"{where}: unknown key {key!r:.80}, expected {', '.join(wanted)}; upgrade quantkit"
             )
 
 
@@ -58,7 +58,7 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
         CheckpointError: a missing or unknown key, an unknown value.
     """
     if not isinstance(item, dict):
-        raise CheckpointError(f"{where}: found {type(item).__name__}, wanted a JSON object")
+        raise CheckpointError(f"{where}: found {type(item).__name__}, expected a JSON object")
     check_keys(item, _SCHEME_KEYS, where, _OPTIONAL_KEYS)
     try:
         granularity = parse_granularity(_text(item["granularity"]))
@@ -68,9 +68,9 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
     except (InputError, *DAMAGE) as error:
         raise CheckpointError(f"{where}: {short(error)}") from error
     if item["sparsity"] not in (None, str(TWO_OF_FOUR)):
-        raise CheckpointError(f"{where}: sparsity {item['sparsity']!r:.80}, wanted null or '2:4'")
+        raise CheckpointError(f"{where}: sparsity {item['sparsity']!r:.80}, expected null or '2:4'")
     if type(item["smooth"]) is not bool:
-        raise CheckpointError(f"{where}: smooth {item['smooth']!r:.80}, wanted true or false")
+        raise CheckpointError(f"{where}: smooth {item['smooth']!r:.80}, expected true or false")
     sparsity = TWO_OF_FOUR if item["sparsity"] else None
     smooth: bool = item["smooth"]
     scheme = Scheme(weight, granularity, sparsity, activation, buckets, smooth)
@@ -83,7 +83,7 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
 
 
 def check_blocks(scheme: Scheme) -> None:
-    """Refuse a format in blocks beside scales of another granularity, or what only others have.
+    """Refuse a format in blocks with scales of another granularity, or with keys of other formats.
 
     Raises:
         CheckpointError: naming what it has.
@@ -91,18 +91,18 @@ def check_blocks(scheme: Scheme) -> None:
     fmt = scheme.weight
     if fmt.subscale_group and scheme.granularity != PerChannel():
         raise CheckpointError(
-            f"granularity {scheme.granularity} of weight {fmt.name}, wanted channel"
+            f"granularity {scheme.granularity} of weight {fmt.name}, expected channel"
         )
     if not fmt.block:
         return
     if scheme.granularity != PerGroup(fmt.block):
         raise CheckpointError(
-            f"granularity {scheme.granularity} of weight {fmt.name}, wanted group:{fmt.block}"
+            f"granularity {scheme.granularity} of weight {fmt.name}, expected group:{fmt.block}"
         )
     if scheme.sparsity is not None or scheme.activation is not Activation.NONE:
         raise CheckpointError(
             f"sparsity {scheme.sparsity or 'null'} and activation {scheme.activation.value} of "
-            f"weight {fmt.name}, wanted null and none"
+            f"weight {fmt.name}, expected null and none"
         )
 
 
@@ -116,7 +116,7 @@ def _check_format(found: object, scheme: Scheme) -> None:
     if found != wanted:
         raise CheckpointError(
             f"activation_format {found!r:.80} of weight {scheme.weight.name} and activation "
-            f"{scheme.activation.value}, wanted {wanted or 'no such key'}"
+            f"{scheme.activation.value}, expected {wanted or 'no such key'}"
         )
 
 
@@ -124,14 +124,14 @@ def _parse_buckets(value: object, activation: Activation) -> tuple[float, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or not value or not all(type(v) in (int, float) for v in value):
-        raise CheckpointError(f"buckets {value!r:.80}, wanted null or a list of timesteps")
+        raise CheckpointError(f"buckets {value!r:.80}, expected null or a list of timesteps")
     edges = tuple(float(v) for v in value)
     if not all(isfinite(edge) for edge in edges) or list(edges) != sorted(set(edges)):
         raise CheckpointError(
-            f"buckets {value!r:.80}, wanted ascending, distinct, finite timesteps"
+            f"buckets {value!r:.80}, expected ascending, distinct, finite timesteps"
         )
     if activation is not Activation.STATIC:
-        raise CheckpointError(f"buckets with activation {activation.value!r}, wanted 'static'")
+        raise CheckpointError(f"buckets with activation {activation.value!r}, expected 'static'")
     return edges
 
 
@@ -141,7 +141,7 @@ def _parse_layers(value: object, where: str) -> tuple[str, ...]:
             f"{where}: layers is not a list of module paths; pack the model again"
         )
     if not value:
-        raise CheckpointError(f"{where}: no layers, wanted at least one; pack the model again")
+        raise CheckpointError(f"{where}: no layers, expected at least one; pack the model again")
     return tuple(value)
 
 
@@ -154,11 +154,11 @@ def parse_modules(value: object, where: str, taken: Collection[str] = ()) -> tup
     modules = value if isinstance(value, list) else []
     named = modules and all(isinstance(name, str) and name for name in modules)
     if not named or len({*modules, *taken}) < len(modules) + len(set(taken)):
-        raise CheckpointError(f"{where}: modules {value!r:.80}, wanted paths, each once")
+        raise CheckpointError(f"{where}: modules {value!r:.80}, expected paths, each once")
     return tuple(modules)
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise CheckpointError(f"found {value!r:.80}, wanted text")
+        raise CheckpointError(f"found {value!r:.80}, expected text")
     return value

@@ -1,4 +1,4 @@
-"""Checking what bytes must hash to, several ranges at a time: two streams take as long as one."""
+"""Parallel checks of SHA-256 digests: two streams take as long as one."""
 
 import os
 from collections.abc import Generator, Iterator, Sequence

@@ -33,7 +33,7 @@ _CONFIG_KEYS = ("quant_method", "format_version", "quantkit_version", "schemes")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor of a packed layer must look like."""
+    """The expected dtype and shape of a packed layer's tensor."""
 
     name: str
     #: the dtype's name in a safetensors header
@@ -115,12 +115,12 @@ def parse_config(config: Mapping[str, Any]) -> PackedConfig:
     check_keys(config, _CONFIG_KEYS, CONFIG_KEY, optional=(ATTENTION_KEY,))
     if config["quant_method"] != QUANT_METHOD:
         raise CheckpointError(
-            f"{CONFIG_KEY}: quant_method {config['quant_method']!r:.80}, wanted {QUANT_METHOD!r}"
+            f"{CONFIG_KEY}: quant_method {config['quant_method']!r:.80}, expected {QUANT_METHOD!r}"
         )
     version, schemes = config["quantkit_version"], config["schemes"]
     if not isinstance(version, str) or not isinstance(schemes, list) or not schemes:
         raise CheckpointError(
-            f"{CONFIG_KEY}: wanted quantkit_version as text and a list of schemes with at least "
+            f"{CONFIG_KEY}: expected quantkit_version as text and a list of schemes with at least "
             "one; pack the model again"
         )
     entries = tuple(
@@ -252,4 +252,4 @@ def _check_distinct(entries: tuple[SchemeEntry, ...]) -> None:
     for layer, count in counts.items():
         if count > 1:
             name = f"layer {layer!r:.200}"
-            raise CheckpointError(f"{CONFIG_KEY}: {name} is listed {count} times, wanted once")
+            raise CheckpointError(f"{CONFIG_KEY}: {name} is listed {count} times, expected once")

@@ -1,4 +1,4 @@
-"""Where each tensor of a safetensors file lies, decided before its data exists.
+"""Offsets of the tensors of a safetensors file, computed before their data exists.
 
 The bytes are those that the safetensors library writes for the same tensors, with one choice where
 the library has none: it writes the metadata keys in random order, here they ascend.

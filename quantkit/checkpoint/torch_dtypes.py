@@ -1,4 +1,4 @@
-"""torch's dtypes by their names in a safetensors header. Apart, for it imports torch."""
+"""torch's dtypes by their names in a safetensors header. Only this module imports torch for it."""
 
 import torch
 

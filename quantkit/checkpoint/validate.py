@@ -1,4 +1,4 @@
-"""The rules of FORMAT.md, those that headers alone decide.
+"""The rules of FORMAT.md that need headers only.
 
 Every rule yields the texts of its breaches, so that one pass lists them all.
 """
@@ -137,7 +137,7 @@ def _attention_agrees(config: PackedConfig, shards: Sequence[Shard]) -> Iterator
     for name, spec in wanted.items():
         if name not in found:
             where = shards[0].header.path.parent
-            yield f"{where}: {name}: missing, wanted {spec.dtype} {list(spec.shape)}"
+            yield f"{where}: {name}: missing, expected {spec.dtype} {list(spec.shape)}"
             continue
         shard, info = found[name]
         if (info.dtype, info.shape) != (spec.dtype, spec.shape):
@@ -149,7 +149,7 @@ def _attention_agrees(config: PackedConfig, shards: Sequence[Shard]) -> Iterator
 
 def _unlike(where: Path, spec: TensorSpec, found: TensorInfo) -> str:
     return (
-        f"{where}: {spec.name}: found {found.dtype} {list(found.shape)}, wanted "
+        f"{where}: {spec.name}: found {found.dtype} {list(found.shape)}, expected "
         f"{spec.dtype} {list(spec.shape)}"
     )
 
@@ -166,13 +166,13 @@ def _layer_agrees(
         yield f"{where}: {error}"
         return
     if bias is not None and bias_dtype not in BIAS_DTYPES:
-        yield f"{where}: {bias.name}: {bias_dtype}, wanted one of {', '.join(BIAS_DTYPES)}"
+        yield f"{where}: {bias.name}: {bias_dtype}, expected one of {', '.join(BIAS_DTYPES)}"
     for spec in wanted:
         is_bias = bias is not None and spec.name == bias.name
         # A bias may lie in another shard than its weight, as in the source.
         found = bias if is_bias else shard.header.tensors.get(spec.name)
         if found is None:
-            yield f"{where}: {spec.name}: missing, wanted {spec.dtype} {list(spec.shape)}"
+            yield f"{where}: {spec.name}: missing, expected {spec.dtype} {list(spec.shape)}"
         elif (found.dtype, found.shape) != (spec.dtype, spec.shape):
             yield _unlike(where, spec, found)
     names = {spec.name for spec in wanted}

@@ -38,7 +38,7 @@ from quantkit.storage.parallel_checks import in_threads
 
 @dataclass(frozen=True)
 class Verification:
-    """What was checked, and what was found."""
+    """The result of a verification: what was checked, and the faults."""
 
     components: int
     layers: int
@@ -89,7 +89,7 @@ def find_breaches(path: Path, *, progress: Progress, stop_at_first: bool = False
     packed = read_packed(path)
     if not packed.components:
         raise CheckpointError(
-            f"{path}: nothing in it is packed by quantkit; wanted the output of 'quantkit pack'"
+            f"{path}: nothing in it is packed by quantkit; expected the output of 'quantkit pack'"
         )
     try:
         listed, copied = find_file_list(path), _copied(packed)

@@ -1,4 +1,4 @@
-"""Reading a weight in blocks of rows, as the kernels read it, through small reused buffers."""
+"""Reading a weight in blocks of rows, in the kernels' layout, through small reused buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUMBERS = frozenset(
 
 
 class Digest(Protocol):
-    """What of hashlib is used here."""
+    """The part of hashlib's interface that is used here."""
 
     def update(self, data: memoryview, /) -> None:
         """Take the next bytes."""
@@ -109,14 +109,14 @@ class SourceTensor:
             element, position = divmod(element, size)
             index.append(position)
         where = f"{self.info.name}{index[::-1]}"
-        return NonFiniteError(f"{self.path}: {where}: found {value}, wanted a finite number")
+        return NonFiniteError(f"{self.path}: {where}: found {value}, expected a finite number")
 
     def _fill(self, chunk: memoryview, start: int) -> None:
         while chunk:
             count = read_into(self.descriptor, chunk, start)
             if count == 0:
                 raise ModelError(
-                    f"{self.path}: {self.info.name}: the file ends at byte {start}, wanted "
+                    f"{self.path}: {self.info.name}: the file ends at byte {start}, expected "
                     f"{self.info.stop}; download or write it again"
                 )
             chunk, start = chunk[count:], start + count

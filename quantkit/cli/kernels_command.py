@@ -115,7 +115,7 @@ def check_command(
     from quantkit.workflow.kernels import check_kernels, check_target
 
     if (folder is None) == (not targets):
-        raise click.UsageError("wanted either DIR or --target")
+        raise click.UsageError("expected either DIR or --target")
     reports = [check_kernels(folder)] if folder else []
     for target in targets:
         with progress_bar(quiet=quiet) as progress:

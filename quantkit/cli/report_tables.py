@@ -105,7 +105,7 @@ def print_gates(gates: "tuple[Gate, ...]") -> None:
         for gate in gates
     ]
     if rows:
-        columns = ("gate", "wanted", "found", "95 %", "result", "prompts that would decide")
+        columns = ("gate", "expected", "found", "95 %", "result", "prompts that would decide")
         print_table("Gates", columns, rows)
 
 

@@ -125,7 +125,7 @@ def dense_denoiser(component: Component) -> Denoiser:
     for name, (shard, info) in source_tensors(component).items():
         if info.dtype not in SOURCE_DTYPES:
             raise ModelError(
-                f"{shard}: {name}: found {info.dtype}, wanted one of "
+                f"{shard}: {name}: found {info.dtype}, expected one of "
                 f"{', '.join(SOURCE_DTYPES)}; start from the 16-bit model"
             )
         shapes[name], places[name], dtypes[name] = info.shape, shard, info.dtype

@@ -81,7 +81,7 @@ def layout_of_model(class_name: str, names: Collection[str]) -> Layout:
                 continue
             return layout
     known = ", ".join(sorted({layout.class_name for layout in LAYOUTS}))
-    raise ModelError(f"{class_name}: its original layout is not known, wanted one of {known}")
+    raise ModelError(f"{class_name}: its original layout is not known, expected one of {known}")
 
 
 @dataclass(frozen=True)

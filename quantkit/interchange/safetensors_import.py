@@ -105,7 +105,7 @@ def open_safetensors(path: Path) -> StoredFile:
     header = read_header(path)
     for name in header.tensors:
         if not re.fullmatch(r"[\w./:-]{1,300}", name):
-            raise ModelError(f"{path}: tensor {name!r:.80}, wanted the dotted path of a tensor")
+            raise ModelError(f"{path}: tensor {name!r:.80}, expected the dotted path of a tensor")
     marking = find_marking(header, lambda info: bytes(_bytes(path, info)))
     aside = {*marking.aside}
     for mark in marking.layers.values():
@@ -126,7 +126,7 @@ def _weight(header: Header, info: TensorInfo, marking: Marking) -> SafetensorsWe
     problem = ""
     if info.dtype not in PLAIN and info.dtype not in FLOAT8:
         problem = (
-            f"{info.dtype} without a marker that is known, wanted F32, F16, BF16 or FP8; take "
+            f"{info.dtype} without a marker that is known, expected F32, F16, BF16 or FP8; take "
             "another file of the model"
         )
     return SafetensorsWeight(header.path, info, None, problem)
@@ -136,8 +136,8 @@ def _scale_of(header: Header, mark: Mark) -> Tensor:
     info = header.tensors[mark.scale]
     if info.dtype not in PLAIN:
         raise ModelError(
-            f"{header.path}: {info.name!r:.200}: a scale in {info.dtype}, wanted F32; take another "
-            "file of the model"
+            f"{header.path}: {info.name!r:.200}: a scale in {info.dtype}, expected F32; take "
+            "another file of the model"
         )
     scale = _numbers(header.path, info, 0, prod(info.shape)).float()
     if not all_finite(scale) or bool((scale < 0).any()):

@@ -160,7 +160,7 @@ def _json(header: Header, name: str, data: bytes) -> dict[str, object]:
     except ValueError as error:
         raise ModelError(f"{header.path}: {name}: damaged ({short(error)}); {_RETRY}") from error
     if not isinstance(found, dict):
-        raise ModelError(f"{header.path}: {name}: wanted a JSON object; {_RETRY}")
+        raise ModelError(f"{header.path}: {name}: expected a JSON object; {_RETRY}")
     return found
 
 
@@ -169,7 +169,7 @@ def _format(header: Header, layer: str, entry: object) -> str:
     found = entry.get("format") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(found, str) or found not in FORMATS:
         raise ModelError(
-            f"{header.path}: {layer!r:.200}: format {found!s:.80} is not read, wanted one of "
+            f"{header.path}: {layer!r:.200}: format {found!s:.80} is not read, expected one of "
             f"{', '.join(FORMATS)}; {_OTHER_FILE}"
         )
     if unknown := sorted(entry.keys() - _KNOWN_KEYS):
@@ -200,11 +200,11 @@ def _check(header: Header, layer: str, mark: Mark) -> None:
     if weight.dtype not in mark.dtypes or not weight.shape:
         raise ModelError(
             f"{header.path}: {weight.name!r:.200}: {weight.dtype} {list(weight.shape)!s:.80}, "
-            f"wanted codes in {' or '.join(mark.dtypes)}; {_OTHER_FILE}"
+            f"expected codes in {' or '.join(mark.dtypes)}; {_OTHER_FILE}"
         )
     rows, ones = weight.shape[0], (1,) * (len(weight.shape) - 1)
     if scale.shape not in {(), (1,), (1, 1), (rows,), (rows, 1), (rows, *ones)}:
         raise ModelError(
-            f"{header.path}: {scale.name!r:.200}: shape {list(scale.shape)!s:.80}, wanted one "
+            f"{header.path}: {scale.name!r:.200}: shape {list(scale.shape)!s:.80}, expected one "
             f"scale, or one for each of {rows} rows; scales of blocks are not read, {_OTHER_FILE}"
         )

@@ -75,7 +75,7 @@ def _component_of(config: Path) -> str:
         names = denoiser_names(read_pipeline_index(config))
         if len(names) != 1:
             raise ModelError(
-                f"{config}: {len(names)} denoisers, wanted one; give the pipeline that the file "
+                f"{config}: {len(names)} denoisers, expected one; give the pipeline that the file "
                 "belongs to, or the directory of one of its denoisers",
                 fields=("config",),
             )

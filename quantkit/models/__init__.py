@@ -1,1 +1,1 @@
-"""What is known of each model family, and where a model's tensors lie."""
+"""Model families, and finding a model's tensors on disk."""

@@ -1,4 +1,4 @@
-"""The attention modules of diffusers' denoisers, and computing the attention itself otherwise.
+"""The attention modules of diffusers' denoisers, and replacing their attention function.
 
 diffusers' processors end in one call: torch's ``scaled_dot_product_attention``, or diffusers' own
 ``dispatch_attention_fn``. A processor with another attention is the same code with another function
@@ -56,7 +56,7 @@ PROCESSORS = (
 
 
 class Heads(NamedTuple):
-    """What a call of attention multiplies, (B, H, N, D)."""
+    """The operands of an attention call, (B, H, N, D)."""
 
     q: Tensor
     k: Tensor
@@ -64,7 +64,7 @@ class Heads(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """What else a call asks for."""
+    """The other arguments of an attention call."""
 
     #: of q k'; None: 1 / sqrt(D)
     scale: float | None

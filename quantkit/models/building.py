@@ -1,4 +1,4 @@
-"""Building the model of a config.json without weights, to see what its files must fit.
+"""Building the model of a config.json without weights, for checks of its files.
 
 diffusers and transformers build on the meta device; where they are not imported yet, a child
 process does that, for it takes 0.3 GB and seconds that a command which only reads files need not

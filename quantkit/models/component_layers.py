@@ -17,7 +17,7 @@ from quantkit.storage.tensorfile import TensorInfo
 SOURCE_DTYPES = ("F16", "BF16", "F32")
 #: Bytes of a tensor's name; the longest of published models has 80.
 MAX_NAME = 200
-#: What packed layers have beside a weight and a bias: a model with such a tensor cannot be packed.
+#: Tensors of packed layers besides weight and bias: a model with such a tensor cannot be packed.
 RESERVED = (
     "weight_meta", "weight_group", "weight_scale", "input_scale", "input_smooth", "input_shift",
     "output_shift",
@@ -92,7 +92,7 @@ def _refuse_name(shard: Path, name: str) -> None:
     words = name.split(".")
     if not all(words) or not name.isprintable() or "/" in name or len(name.encode()) > MAX_NAME:
         raise ModelError(
-            f"{shard}: tensor {name!r:.80}, wanted the dotted path of a parameter, of at most "
+            f"{shard}: tensor {name!r:.80}, expected the dotted path of a parameter, of at most "
             f"{MAX_NAME} bytes; save the model again with diffusers"
         )
     if words[-1] in RESERVED:
@@ -130,12 +130,12 @@ def _layer(name: str, shard: Path, info: TensorInfo, *, bias: bool) -> Layer:
     if info.dtype.endswith("FNUZ"):
         raise ModelError(
             f"{shard}: {info.name}: found {info.dtype}, the FP8 of MI300 (max 240, another bias), "
-            f"wanted one of {', '.join(SOURCE_DTYPES)}; pack from the 16-bit model"
+            f"expected one of {', '.join(SOURCE_DTYPES)}; pack from the 16-bit model"
         )
     if info.dtype not in SOURCE_DTYPES:
         raise ModelError(
-            f"{shard}: {info.name}: found {info.dtype}, wanted one of {', '.join(SOURCE_DTYPES)}; "
-            "pack from the 16-bit model"
+            f"{shard}: {info.name}: found {info.dtype}, expected one of "
+            f"{', '.join(SOURCE_DTYPES)}; pack from the 16-bit model"
         )
     if 0 in info.shape:
         raise ModelError(f"{shard}: {info.name}: shape {info.shape} holds no weights")

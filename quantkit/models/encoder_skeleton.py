@@ -79,7 +79,7 @@ def encoder_skeleton(model: Any, names: Collection[str]) -> Skeleton:
     tensors = {name: state[found] for name, found in loaded.items()}
     tensors |= {n: state[n] for n in missing if not any(re.search(i, n) for i in ignored)}
     shared = set(tied) | set(tied.values())
-    # A bias that no file has is told of by its own name, beside the weight's in the file.
+    # A bias that no file has is named by its own name, next to the weight's name in the file.
     biases = {
         f"{name.removesuffix('weight')}bias": bias
         for name, found in loaded.items()
@@ -150,7 +150,7 @@ def _why_not_packed(reasons: Mapping[str, str], tensor: str, shared: Collection[
 
 @contextlib.contextmanager
 def _untied() -> Iterator[None]:
-    """Build as the loader does: tied weights are apart, and nothing is initialised."""
+    """Build as the loader does: tied weights are separate, and nothing is initialised."""
     from transformers import initialization
 
     with initialization.no_init_weights(), initialization.no_tie_weights():

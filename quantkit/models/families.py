@@ -239,7 +239,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
 )
 
-#: What diffusers has beside denoisers: globs on class names.
+#: Models of diffusers that are no denoisers: globs on class names.
 _NO_DENOISERS = (
     "*Autoencoder*", "*Adapter*", "*ControlNet*", "*Decoder", "*DecoderModel", "*Embedder",
     "*Encoder", "*Head", "*Projection", "*ProjectionModel", "*Tokenizer", "*Detokenizer", "*VAE*",
@@ -280,4 +280,4 @@ def _named(name: str) -> Family:
         if family.name == name:
             return family
     known = ", ".join(family.name for family in (*FAMILIES, GENERAL))
-    raise ModelError(f"family {name!r:.80}: unknown, wanted one of {known}")
+    raise ModelError(f"family {name!r:.80}: unknown, expected one of {known}")

@@ -1,4 +1,4 @@
-"""What a family of denoisers is: which layers stay in 16 bit and why, and what is no layer."""
+"""The type of a model family: layers that stay in 16 bit, with reasons, and what is no layer."""
 
 import re
 from collections.abc import Mapping, Sequence

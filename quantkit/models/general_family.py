@@ -1,4 +1,4 @@
-"""The family of denoisers without a row in ``FAMILIES``: names and shapes tell what layers do."""
+"""The rules for denoisers without a row in ``FAMILIES``: roles of layers from names and shapes."""
 
 from quantkit.models.family import (
     CONDITION,

@@ -1,4 +1,4 @@
-"""Models behind a hub id: the cache of huggingface_hub first, then the network."""
+"""Models of the Hugging Face Hub: the cache of huggingface_hub first, then the network."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What happens to each layer: the recipe, the family and the layer's shape decide together."""
+"""The planned treatment of each layer, from the recipe, the family and the layer's shape."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ UNSEEN = "no prompt of the calibration calls it"
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What happens to one layer."""
+    """The planned treatment of one layer."""
 
     layer: Layer
     #: None: it stays in 16 bit

@@ -1,4 +1,4 @@
-"""Whether a MODEL, or a packed directory, can be there at all: said before anything is imported."""
+"""Early checks that a MODEL or packed directory can exist, before heavy imports."""
 
 import os
 import re

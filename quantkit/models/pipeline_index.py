@@ -67,8 +67,8 @@ def _read_entries(path: Path) -> dict[str, tuple[object, str]]:
         # It becomes a part of paths: ../x or /etc would lead out of the pipeline.
         if not (name.isidentifier() and name.isascii()):
             raise ModelError(
-                f"{path / 'model_index.json'}: component {name!r:.80}, wanted the plain name of a "
-                "folder; download it again"
+                f"{path / 'model_index.json'}: component {name!r:.80}, expected the plain name of "
+                "a folder; download it again"
             )
     return entries
 

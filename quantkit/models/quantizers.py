@@ -1,4 +1,4 @@
-"""The other tools that quantize diffusers pipelines: what they call themselves, what they need."""
+"""Other tools that quantize diffusers pipelines: their names and requirements."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Quantizer:
 
     @property
     def version(self) -> str:
-        """What is installed; empty when nothing is."""
+        """The installed version; empty when nothing is installed."""
         try:
             return version(self.package)
         except PackageNotFoundError:
@@ -91,7 +91,7 @@ def find_quantizer(entry: object, config: Path) -> Quantizer:
     """
     if not isinstance(entry, Mapping):
         raise ModelError(
-            f"{config}: {CONFIG_KEY} is a {type(entry).__name__}, wanted an object with "
+            f"{config}: {CONFIG_KEY} is a {type(entry).__name__}, expected an object with "
             "quant_method; save the model again with the tool that quantized it"
         )
     method = entry.get("quant_method")
@@ -100,7 +100,7 @@ def find_quantizer(entry: object, config: Path) -> Quantizer:
         method = "bitsandbytes"
     if not isinstance(method, str) or method not in QUANTIZERS:
         found = "no quant_method" if method is None else f"quant_method {method!r:.60}"
-        raise ModelError(f"{config}: {found}, wanted one of {', '.join(QUANTIZERS)}")
+        raise ModelError(f"{config}: {found}, expected one of {', '.join(QUANTIZERS)}")
     return QUANTIZERS[method]
 
 
@@ -131,7 +131,7 @@ def require_package(quantizer: Quantizer, path: Path) -> None:
         )
     if not Requirement(wanted).specifier.contains(found, prereleases=True):
         raise ModelError(
-            f"{path}: quantized by {quantizer.name}, found {quantizer.package} {found}, wanted "
+            f"{path}: quantized by {quantizer.name}, found {quantizer.package} {found}, expected "
             f"{wanted}; pip install -U '{wanted}'"
         )
 

@@ -1,4 +1,4 @@
-"""The recipe that a command was given, held against the layers of the model that it is for."""
+"""Checks of a command's recipe against the layers of its model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

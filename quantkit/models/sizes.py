@@ -1,4 +1,4 @@
-"""How large a model may be: no larger than its files, whose headers say how many tensors it has.
+"""Size limits of a model: no larger than its files, whose headers list the tensors.
 
 The numbers of a config.json decide how many modules are built: a hostile one costs minutes and all
 memory before anything else could be compared.
@@ -60,7 +60,7 @@ def oversized(config: Mapping[str, Any], tensors: int) -> str:
 
 
 def refuse_oversized(config: Path) -> None:
-    """Refuse a config.json that asks for more than the files beside it hold.
+    """Refuse a config.json that asks for more than the files next to it hold.
 
     Raises:
         CheckpointError: naming the number.

@@ -1,6 +1,6 @@
-"""The model that a component's files must fit, as names and shapes: built without weights.
+"""Skeletons: names and shapes that a component's files must have, built without weights.
 
-One judge for pack, verify and loading: what the loader refuses, none of them accepts.
+Pack, verify and loading share this check: what the loader refuses, none of them accepts.
 ``building`` makes a skeleton of a config.json.
 """
 
@@ -34,7 +34,7 @@ class Skeleton:
 
 @dataclass(frozen=True)
 class Contents:
-    """What the files of a component hold, with dense shapes for what is packed."""
+    """The tensors in the files of a component, with dense shapes for packed ones."""
 
     #: messages begin with it
     folder: Path
@@ -76,7 +76,7 @@ def misfits(contents: Contents, skeleton: Skeleton) -> Iterator[str]:
 
 
 def _unknown(contents: Contents, skeleton: Skeleton) -> str:
-    """Return a tensor that the model does not know, to stand behind those that a file lacks."""
+    """Return a part of a message on a tensor that the model does not know; empty without one."""
     known = skeleton.tensors.keys() | {f"{name}.bias" for name in contents.packed}
     unknown = sorted(contents.tensors.keys() - known)
     return f", holds {unknown[0]!r:.80}, which it does not know" if unknown else ""
@@ -140,12 +140,12 @@ def why_not_packed(module: Any) -> str:
         if module.padding_mode == "zeros" and module.groups == 1:
             return ""
         return (
-            f"Conv2d with padding_mode {module.padding_mode!r} and groups {module.groups}, wanted "
-            "'zeros' and 1; keep this layer in 16 bit"
+            f"Conv2d with padding_mode {module.padding_mode!r} and groups {module.groups}, "
+            "expected 'zeros' and 1; keep this layer in 16 bit"
         )
     if isinstance(module, nn.Linear):
         return ""
-    return f"the model has a {type(module).__name__} here, wanted Linear or Conv2d"
+    return f"the model has a {type(module).__name__} here, expected Linear or Conv2d"
 
 
 @contextlib.contextmanager

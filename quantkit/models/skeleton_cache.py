@@ -1,4 +1,4 @@
-"""Skeletons that were built before: importing diffusers takes seconds, reading one none.
+"""A cache of skeletons: building one imports diffusers, which takes seconds.
 
 A skeleton follows from its config, the libraries and the code that builds it: these are the key. It
 lies among the compiled kernels, under the same rules: private, sealed, the oldest deleted first.

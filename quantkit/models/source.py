@@ -83,7 +83,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Model:
-    """What is quantized: a pipeline's denoisers, or one component alone.
+    """The components to quantize: a pipeline's denoisers, or one component alone.
 
     A pipeline's text encoders are opened where a recipe packs them: ``open_encoders``.
     """
@@ -96,7 +96,7 @@ class Model:
 
 
 def open_model(model: str | Path, *, variant: str | None = None) -> Model:
-    """Return the model at a path, or behind a hub id (its cache first).
+    """Return the model at a path, or of a hub id (its cache first).
 
     Args:
         model: a pipeline's directory, a component's (as its unet), or a hub id.
@@ -111,7 +111,7 @@ def open_model(model: str | Path, *, variant: str | None = None) -> Model:
     """
     refuse_nowhere(model)
     if variant is not None and not _VARIANT.fullmatch(variant):
-        raise ModelError(f"variant {variant!r:.80}: wanted a word as fp16", fields=("variant",))
+        raise ModelError(f"variant {variant!r:.80}: expected a word as fp16", fields=("variant",))
     # Not Path's own, which raises for names that are too long or hold a null.
     if os.path.isdir(model):  # noqa: PTH112
         return _open_directory(Path(model), variant)
@@ -237,7 +237,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
         case [str(class_name), *_]:
             return class_name
     raise ModelError(
-        f"{path / 'config.json'}: neither _class_name nor architectures, wanted the config of a "
+        f"{path / 'config.json'}: neither _class_name nor architectures, expected the config of a "
         "denoiser of diffusers or of a text encoder of transformers"
     )
 
@@ -277,7 +277,7 @@ def find_weights(path: Path, library: str, class_name: str, wanted: str | None) 
         (variant,) = files
     else:
         raise ModelError(
-            f"{path}: found the variants {', '.join(sorted(files))}, wanted one; choose it as "
+            f"{path}: found the variants {', '.join(sorted(files))}, expected one; choose it as "
             "variant",
             fields=("variant",),
         )

@@ -17,7 +17,7 @@ def timestep_argument(
     Args:
         forward: the bound method, whose signature places positional arguments.
         args: what it is called with, as a forward pre-hook sees it.
-        kwargs: likewise.
+        kwargs: what it is called with, as a forward pre-hook sees it.
 
     Returns:
         a tensor of one or more equal values, or a number; SD passes 0 to 1000, Flux 0 to 1; 0 for

@@ -1,4 +1,4 @@
-"""Which components of a model are packed, and the recipe that each of them follows."""
+"""The components of a model that are packed, and the recipe of each."""
 
 from quantkit.models.component_layers import list_layers
 from quantkit.models.layer_plan import kept_reason

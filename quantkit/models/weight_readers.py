@@ -1,8 +1,8 @@
-"""Layers that are never called: the module around them hands their weights to functions of torch.
+"""Layers that are never called: their parent module passes their weights to torch functions.
 
-As attention does that calls ``F.multi_head_attention_forward``. It is seen in the code of a module
-and of the processor that it holds, where ``self.q_proj.weight`` is read, and ``self.q_proj`` not
-used in any other way. Who asks for no more than a weight's dtype is no reader.
+An example is attention that calls ``F.multi_head_attention_forward``. The source of a module and
+of its processor shows it: ``self.q_proj.weight`` is read, and ``self.q_proj`` is not used in any
+other way. Reading a weight's dtype alone does not count.
 """
 
 import dis

@@ -2,8 +2,8 @@
 
 For a head with queries q and keys k, softmax(scale q k') is that of (a q) (b (k - mean))' in powers
 of two when a b = scale log2(e): a and b spend the range of the format evenly, and the mean of the
-keys shifts all scores of a query alike, which softmax does not see. The mean of the values comes
-back at the end, because probabilities sum to one.
+keys shifts all scores of a query by the same number, which softmax cancels. The mean of the values
+comes back at the end, because probabilities sum to one.
 """
 
 import math
@@ -29,7 +29,7 @@ RUN = 16
 
 @dataclass(frozen=True, eq=False)
 class AttentionCodes:
-    """What the product reads, of N heads with M queries, K keys, D columns (padded to 16).
+    """Operands of the attention kernel: N heads, M queries, K keys, D columns (padded to 16).
 
     uint8 codes, or float16; scales are float32.
     """
@@ -143,7 +143,7 @@ def _with_columns(t: Tensor, value: float = 0) -> Tensor:
 
 
 class HeadFactors(NamedTuple):
-    """What codes of heads are made with, float32."""
+    """Factors and means that quantize heads to codes, float32."""
 
     #: columns up to a multiple of 16
     scales: AttentionScales
@@ -175,7 +175,7 @@ def unit_factors(q_range: Tensor, k_range: Tensor, tau: float) -> tuple[Tensor, 
 
     Args:
         q_range: of each head, float32, positive.
-        k_range: likewise, of the keys without their mean.
+        k_range: of each head's keys without their mean, float32, positive.
         tau: what a product is multiplied by, positive.
     """
     largest = E4M3FN.max
@@ -190,7 +190,7 @@ def e4m3fn_codes(t: Tensor, mean: Tensor | None, factor: Tensor) -> Tensor:
     Args:
         t: (N, R, D) float32.
         mean: (S, D) float32, row n of the heads has n % S; None: zeros.
-        factor: (S,) float32, likewise.
+        factor: (S,) float32, of each head.
 
     Returns:
         (N, R, D) uint8.
@@ -204,7 +204,7 @@ def int8_codes(t: Tensor, mean: Tensor | None, factor: Tensor, group: int) -> tu
     Args:
         t: (N, R, D) float32.
         mean: (S, D) float32, row n of the heads has n % S; None: zeros.
-        factor: (S,) float32, likewise.
+        factor: (S,) float32, of each head.
         group: rows that share a scale, amax / 127 or 1.0 where that is 0.
 
     Returns:
@@ -231,7 +231,7 @@ def value_codes(
     Args:
         v: (N, K, D) float32.
         mean: (S, D) float32, row n of the heads has n % S; None: zeros.
-        scale: (S, D) float32, likewise. Its inverse is at most the largest number of float32.
+        scale: (S, D) float32, of each column. Its inverse is at most the largest number of float32.
         pv: e4m3fn; None: float16.
 
     Returns:

@@ -27,7 +27,7 @@ class AttentionFormat:
 
     @property
     def pv_word(self) -> str:
-        """What recipes and checkpoints say of probabilities and values."""
+        """The word for the formats of probabilities and values in recipes and checkpoints."""
         return self.pv or NONE
 
 
@@ -52,4 +52,4 @@ def attention_format(qk: str, pv: str | None) -> AttentionFormat:
         if (row.qk, row.pv) == (qk, pv):
             return row
     known = ", ".join(row.name for row in ATTENTION_FORMATS)
-    raise RecipeError(f"attention: qk {qk!r:.40} with pv {pv!r:.40}, wanted one of {known}")
+    raise RecipeError(f"attention: qk {qk!r:.40} with pv {pv!r:.40}, expected one of {known}")

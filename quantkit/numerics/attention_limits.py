@@ -1,4 +1,4 @@
-"""Numbers of attention that recipes and headers are checked by. Apart, for they need no torch."""
+"""Limits of attention for checks of recipes and headers; needs no torch."""
 
 #: Columns of a head that one matrix instruction takes.
 COLUMNS = 16

@@ -11,7 +11,7 @@ from quantkit.numerics.scales import scale_of_amax
 
 @dataclass(frozen=True, eq=False)
 class AttentionScales:
-    """What makes codes of the queries, keys and values of H heads of D columns; float32."""
+    """Static scales for queries, keys and values of H heads of D columns; float32."""
 
     #: (H,), positive: |q| that codes reach
     query_range: Tensor

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Windows:
-    """Which pixels every output of a convolution sees. Pairs are (along H, along W)."""
+    """The geometry of a convolution's windows. Pairs are (along H, along W)."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int] = (1, 1)

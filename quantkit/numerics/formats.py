@@ -55,7 +55,7 @@ class NumberFormat:
 
     @property
     def codes_per_byte(self) -> int:
-        """How many codes a byte holds."""
+        """The number of codes in a byte."""
         return 8 // self.bits
 
     @property
@@ -127,9 +127,9 @@ def find_format(name: str) -> NumberFormat:
     """
     if name.endswith("fnuz"):
         raise CheckpointError(
-            f"format {name!r:.80}: FNUZ is the FP8 of MI300 (max 240, another bias), wanted one of "
-            f"{', '.join(FORMATS)}; convert the tensor to 16 bit first"
+            f"format {name!r:.80}: FNUZ is the FP8 of MI300 (max 240, another bias), expected one "
+            f"of {', '.join(FORMATS)}; convert the tensor to 16 bit first"
         )
     if name not in FORMATS:
-        raise RecipeError(f"format {name!r:.80}: unknown, wanted one of {', '.join(FORMATS)}")
+        raise RecipeError(f"format {name!r:.80}: unknown, expected one of {', '.join(FORMATS)}")
     return FORMATS[name]

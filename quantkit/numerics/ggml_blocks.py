@@ -1,4 +1,4 @@
-"""GGML's blocks Q4_0 and Q8_0 taken apart into codes and scales, and put together again.
+"""Splitting GGML's blocks Q4_0 and Q8_0 into codes and scales, and joining them again.
 
 A block holds 32 weights of a row: a float16 scale d, then 16 bytes of nibbles (Q4_0, in the order
 of ``nibbles``) or 32 int8 codes (Q8_0). quantkit keeps the same bytes in two tensors: nothing is

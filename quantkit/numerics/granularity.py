@@ -1,4 +1,4 @@
-"""Which elements of a weight share one scale."""
+"""Granularities: the groups of elements of a weight that share one scale."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ def parse_granularity(text: str) -> Granularity:
     if name == "group" and size.isascii() and size.isdigit() and int(size) > 0:
         return PerGroup(int(size))
     raise RecipeError(
-        f"granularity {text!r}: unknown, wanted tensor, channel or group:SIZE (as group:128)"
+        f"granularity {text!r}: unknown, expected tensor, channel or group:SIZE (as group:128)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Scales of weights by a rule: the one of several that loses least."""
+"""Scales of weights with the least quantization error among the candidates of a rule."""
 
 from array import array
 from collections.abc import Iterable, Sequence

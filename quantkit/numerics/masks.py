@@ -42,7 +42,7 @@ def parse_pattern(text: str) -> Pattern:
         n, m = sorted(int(p) for p in parts)
         if 0 < n < m:
             return Pattern(n, m)
-    raise RecipeError(f"pattern {text!r}: wanted n:m with 0 < n < m, as 2:4 (or 4:2)")
+    raise RecipeError(f"pattern {text!r}: expected n:m with 0 < n < m, as 2:4 (or 4:2)")
 
 
 def choose_mask(scores: Tensor, pattern: Pattern) -> Tensor:

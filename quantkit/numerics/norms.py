@@ -1,7 +1,7 @@
 """Norms with their sums in the order of the kernels, so that results are theirs to the bit.
 
-Squares are those of distances from the mean, or from a number that was seen: a sum of plain squares
-would lose what stands behind a large mean.
+Squares are those of distances from the mean, or from one of the numbers: a sum of plain squares
+would lose the digits below a large mean.
 """
 
 import torch
@@ -154,7 +154,7 @@ def _over_rows(runs: Tensor, columns: int) -> Tensor:
 
 
 def _runs(values: Tensor) -> Tensor:
-    """Return rows (M, K) as (M, steps, lanes, 8), zeros behind the last column."""
+    """Return rows (M, K) as (M, steps, lanes, 8), zeros after the last column."""
     lanes = row_lanes(values.shape[1])
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % (lanes * _RUN)))
     return padded.reshape(len(values), -1, lanes, _RUN)

@@ -1,4 +1,4 @@
-"""How scales of weights are chosen, as data: the compiled core and PyTorch read it."""
+"""Rules for choosing scales of weights, as data for both the compiled core and PyTorch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ MSE_GRID = tuple(1.0 - 0.02 * i for i in range(26))
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """What is tried; the first of those with the least squared error is taken."""
+    """The candidates of a rule; the first with the least squared error is taken."""
 
     #: of the amax scale, float32
     fractions: tuple[float, ...] = (1.0,)

@@ -1,4 +1,4 @@
-"""The treatment of a layer, as one value: what recipe, file, loader and report agree on."""
+"""The quantization scheme of a layer as one value, shared by recipe, file, loader and report."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,7 +9,7 @@ from quantkit.numerics.masks import Pattern
 
 
 class Activation(Enum):
-    """How a packed layer's input becomes codes."""
+    """The quantization of a packed layer's input."""
 
     #: not at all: the weight is dequantized and multiplied in 16 bit
     NONE = "none"
@@ -36,7 +36,7 @@ class Scheme:
     def codes(self) -> NumberFormat:
         """Format of the weight's codes as kernels read them.
 
-        2:4 in int4 is decoded to int8, and so are blocks, whose scales stand beside.
+        2:4 in int4 is decoded to int8, and so are blocks, whose scales are a separate tensor.
         """
         decoded = self.sparsity is not None or self.weight.block
         return self.weight.byte_format if decoded else self.weight

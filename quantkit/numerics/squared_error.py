@@ -2,7 +2,7 @@
 
 Numbers are columns first, (C, ...): what shares a scale lies along the first axis. Terms are
 float64, so that those of any float32 neither overflow nor vanish. kernels/host/encode.cpp adds in
-the same order: equal sums decide between scales alike.
+the same order: equal sums choose equal scales.
 """
 
 import torch

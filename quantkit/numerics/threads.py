@@ -1,4 +1,4 @@
-"""How many threads torch may start."""
+"""The number of threads that torch may start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that the codes of a weight may stand for."""
+"""The grid of values that a weight's codes represent."""
 
 from dataclasses import dataclass
 

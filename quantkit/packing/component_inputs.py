@@ -86,7 +86,7 @@ class Inputs:
             wanted, found = (shapes[name].n, -(-shapes[name].k // 8)), tuple(mask.bits.shape)
             if found != wanted:
                 raise ArtefactError(
-                    f"masks: layer {name}: shape {found}, wanted {wanted}; "
+                    f"masks: layer {name}: shape {found}, expected {wanted}; "
                     "make the masks from this model"
                 )
             if mask.pattern != TWO_OF_FOUR:
@@ -123,7 +123,7 @@ class Inputs:
         channels = statistics.channel_amax.shape[-1]
         if channels != layer.channels:
             raise ArtefactError(
-                f"calibration: layer {layer.name}: {channels} input channels, wanted "
+                f"calibration: layer {layer.name}: {channels} input channels, expected "
                 f"{layer.channels}; calibrate this model"
             )
         return statistics

@@ -1,4 +1,4 @@
-"""Calling a pipeline with prompts, and with inputs made here where it takes some; trials."""
+"""Calling a pipeline with prompts and, where it takes them, generated inputs; trial calls."""
 
 import inspect
 import logging
@@ -70,7 +70,7 @@ def rehearse(pipe: Any, call: Call, *, denoises: bool = True) -> OwnInputs | Non
         denoises: False leaves the pipeline where the denoiser is asked.
 
     Returns:
-        what later calls give beside prompts, wherever the pipeline takes it; None: nothing.
+        what later calls pass besides prompts, wherever the pipeline takes it; None: nothing.
 
     Raises:
         ModelError: the pipeline cannot be run so; the text names what it lacks.

@@ -1,4 +1,4 @@
-"""What a pipeline computes in when nobody says: one choice for originals and packed ones."""
+"""The default compute dtype, the same for original and packed pipelines."""
 
 import logging
 from collections.abc import Collection

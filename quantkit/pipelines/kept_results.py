@@ -1,8 +1,9 @@
-"""Results that recorded steps read and do not compute: they depend on one argument and on weights.
+"""Results cached outside of the graph of a step, such as keys and values of cross-attention.
 
-What a layer makes of a prompt is the same at every step of a picture, but a graph cannot ask. So a
-layer may offer such a result while a step is recorded. It is computed in a graph of its own, which
-is launched before the step's where the argument is another tensor, or it or a weight was written.
+What a layer makes of a prompt is the same at every step of a picture, but a graph cannot compare
+its inputs. So a layer may offer a result of one argument and its weights while a step is recorded.
+It is computed in a graph of its own, which is launched before the step's graph when the argument is
+another tensor, or when it or a weight was written.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ class _Result:
 
 
 class Keeping(Protocol):
-    """What layers may offer results to."""
+    """A store of layers' results."""
 
     def result(self, layer: nn.Module, x: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
         """Return what a layer makes of ``x``; None where that is not kept."""

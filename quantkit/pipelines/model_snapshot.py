@@ -1,4 +1,4 @@
-"""Whether a model is still what it was: a recorded step reads addresses, and asks no module."""
+"""Snapshots that tell whether a model has changed since its step was recorded."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -15,7 +15,7 @@ _CONTAINERS = (dict, list, set)
 
 
 class Snapshot:
-    """What a model's step depends on: its attributes, hooks, adapters, and where its tensors lie.
+    """The state that a recorded step depends on: attributes, hooks, adapters, addresses of tensors.
 
     Attributes are compared by identity, those of every module one by one, and what dicts and lists
     hold with them. What a module keeps deeper than that is not looked at. What was replaced is kept

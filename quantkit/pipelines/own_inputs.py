@@ -1,4 +1,4 @@
-"""What pipelines need beside prompts, made here: a picture, a mask, a strength, a phrase and a box.
+"""Generated inputs of pipelines besides prompts: a picture, a mask, a strength, a phrase and a box.
 
 What a pipeline takes is read from the signature of its ``__call__``, never from its class.
 """
@@ -52,7 +52,7 @@ _WHOLE = ("strength", "gligen_scheduled_sampling_beta")
 
 @dataclass(frozen=True)
 class OwnInputs:
-    """How a pipeline is given what it needs beside prompts."""
+    """The generated inputs of a pipeline, by the names of its arguments."""
 
     #: pixels of a picture's side
     side: int
@@ -60,7 +60,7 @@ class OwnInputs:
     listed: bool
 
     def arguments(self, pipe: Any, count: int) -> dict[str, Any]:
-        """Return what the pipeline is called with beside prompts, of which there are ``count``.
+        """Return the pipeline's arguments besides prompts, of which there are ``count``.
 
         Every timestep is seen by every layer: strength 1 begins at noise, and GLIGEN's boxes are
         looked at to the end.

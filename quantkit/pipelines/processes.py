@@ -1,4 +1,4 @@
-"""Calibrating in several processes: who takes which batches, and how they talk (torch.distributed).
+"""Calibration in several processes: sharing batches, and communication by torch.distributed.
 
 ``torchrun`` and ``accelerate launch`` start them and set the environment that is read here.
 """

@@ -26,7 +26,7 @@ Launch = Callable[[], None]
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The arguments of a call, taken apart."""
+    """The arguments of a call, split into tensors and the rest."""
 
     tensors: tuple[Tensor, ...]
     #: hashable: everything but what the tensors hold
@@ -84,7 +84,7 @@ def _modes() -> tuple[object, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What a graph does."""
+    """The actions that a graph of a device must offer."""
 
     launch: Launch
     #: as it was returned; the next launch overwrites its tensors

@@ -1,11 +1,11 @@
 """Replaying the steps of denoisers: recorded once per shape, launched again without Python.
 
 A denoiser that is called module by module keeps a fast GPU waiting for Python. Its first call with
-arguments of new shapes is run as ever and then recorded into a CUDA or HIP graph; later ones copy
+arguments of new shapes runs eagerly and is then recorded into a CUDA or HIP graph; later ones copy
 their tensors into the recorded ones and launch all kernels at once. Nothing is compiled. What the
 graph cannot know (other weights, adapters, processors, hooks) is looked for at each call, while the
 device is busy: a step that was launched of a model that had changed is thrown away, for it wrote to
-memory of its own alone. What cannot be recorded runs as ever, with its reason.
+memory of its own alone. What cannot be recorded runs eagerly, with its reason.
 """
 
 import inspect
@@ -41,16 +41,16 @@ _ACCELERATE = "_hf_hook"
 
 @dataclass(frozen=True)
 class Replayed:
-    """What became of the steps of a denoiser."""
+    """Statistics of a denoiser's replayed steps."""
 
     recorded: int
     replayed: int
-    #: why steps ran as ever -> how many
+    #: why steps ran eagerly -> how many
     eager: Mapping[str, int]
 
     def __str__(self) -> str:
         """Return a line for people."""
-        eager = "".join(f"; {count} as ever: {why}" for why, count in self.eager.items())
+        eager = "".join(f"; {count} eager: {why}" for why, count in self.eager.items())
         return f"{self.recorded} recorded, {self.replayed} replayed{eager}"
 
 
@@ -62,7 +62,7 @@ class Replaying:
 
     @property
     def denoisers(self) -> dict[str, Replayed]:
-        """What became of their steps until now."""
+        """Statistics of each denoiser's steps so far."""
         return {name: step.replayed for name, step in self.steps.items()}
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ class Step:
 
     @property
     def replayed(self) -> Replayed:
-        """What became of the model's steps."""
+        """Statistics of the model's steps."""
         graphs = self._graphs
         return Replayed(graphs.recorded, graphs.replayed, dict(graphs.eager))
 
@@ -207,7 +207,7 @@ class _Graphs:
         self._pool: Any = None
         self._busy = threading.Lock()
         self.recorded = self.replayed = 0
-        #: why steps ran as ever -> how many
+        #: why steps ran eagerly -> how many
         self.eager: Counter[str] = Counter()
 
     @contextmanager
@@ -265,7 +265,7 @@ class _Graphs:
         return answer
 
     def refuse(self, model: nn.Module, key: Hashable, reason: str) -> None:
-        """Let such steps run as ever until the model changes."""
+        """Let such steps run eagerly until the model changes."""
         self._keep(model, key, reason)
 
     def _keep(self, model: nn.Module, key: Hashable, step: RecordedStep | str) -> None:
@@ -287,13 +287,13 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def why_not_now(model: nn.Module) -> str:
-    """Return why this very call runs as ever; empty when it need not."""
+    """Return why this call runs eagerly; empty when it need not."""
     if (device := _device(model)).type not in _RECORDING:
         return f"on {device.type}, which records nothing"
     if model.training:
         return "in training mode"
     if torch.is_grad_enabled():
-        return "gradients are wanted; call it under torch.no_grad()"
+        return "gradients are enabled; call it under torch.no_grad()"
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return "recorded by somebody else" if capturing else ""
 

@@ -45,9 +45,9 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
     lines = [(number, line.strip()) for number, line in enumerate(split_lines(text), 1)]
     prompts = [(number, line) for number, line in lines if line]
     if not prompts:
-        raise PromptError(f"{path}: empty, wanted one prompt a line")
+        raise PromptError(f"{path}: empty, expected one prompt a line")
     if len(prompts) > MAX_COUNT:
-        raise PromptError(f"{path}: {len(prompts)} prompts, wanted at most {MAX_COUNT}")
+        raise PromptError(f"{path}: {len(prompts)} prompts, expected at most {MAX_COUNT}")
     for number, line in prompts:
         # A tab is in many lists; other control characters mean that this is no list of texts.
         odd = next((c for c in line if c != "\t" and unicodedata.category(c) == "Cc"), None)
@@ -71,7 +71,7 @@ def choose_device(text: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # torch knows meta and a dozen more that no pipeline runs on.
     if not _DEVICE.fullmatch(text):
-        raise ModelError(f"device {text!r:.80}: unknown, wanted auto, cpu, cuda[:N] or hip[:N]")
+        raise ModelError(f"device {text!r:.80}: unknown, expected auto, cpu, cuda[:N] or hip[:N]")
     if text.startswith("hip") and torch.version.hip is None:
         raise ModelError(
             f"device {text!r}: torch {torch.__version__} is not built for ROCm; install PyTorch "
@@ -150,7 +150,7 @@ def load_directory(
     variant: str | None = None,
     components: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Return the pipeline in a directory, whoever wrote it, without a safety checker.
+    """Return the pipeline in a directory of any origin, without a safety checker.
 
     Args:
         path: of a diffusers pipeline.
@@ -214,7 +214,7 @@ def rehearse_prompts(
         denoises: False tries what ``encode_prompts`` does.
 
     Returns:
-        what its batches give beside prompts; None: nothing.
+        what its batches pass besides prompts; None: nothing.
 
     Raises:
         ModelError: the pipeline cannot be run so.

@@ -1,4 +1,4 @@
-"""Whether a tensor is still the one that something was made of."""
+"""Versions of tensors: identity and torch's write counter, to detect stale results."""
 
 import weakref
 from collections.abc import Callable, Sequence

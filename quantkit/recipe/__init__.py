@@ -1,1 +1,1 @@
-"""Recipes: what to do with a model, as frozen values read from YAML."""
+"""Recipes: the settings for a model, as frozen values read from YAML."""

@@ -1,4 +1,4 @@
-"""What a recipe says of attention."""
+"""The attention section of recipes."""
 
 from typing import Annotated, Any, Literal
 
@@ -28,7 +28,7 @@ class AttentionOverride(Strict):
     layers: Annotated[Patterns, Field(min_length=1)]
     qk: Qk | None = None
     pv: Pv | None = None
-    #: why, for whoever reads the recipe
+    #: the reason, for readers of the recipe
     reason: str = ""
 
 

@@ -1,4 +1,4 @@
-"""The section of a recipe on running the pipeline for statistics."""
+"""The calibration section of recipes."""
 
 from typing import Annotated, Literal
 
@@ -10,14 +10,14 @@ from quantkit.storage.limits import MAX_COUNT, MAX_SEED, MAX_STEPS
 
 
 class CalibrationRecipe(Strict):
-    """How the pipeline is run for statistics."""
+    """Settings of the calibration run."""
 
     prompts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
     steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 20
     #: None: the pipeline's own default
     guidance: float | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
-    #: timestep buckets kept apart in the statistics
+    #: timestep buckets with statistics of their own
     buckets: Annotated[int, Field(ge=1)] = 4
     #: prompts per run of the pipeline
     batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 4

@@ -12,7 +12,7 @@ def recipe_text(recipe: Recipe, remarks: dict[str, str]) -> str:
 
     Args:
         recipe: any.
-        remarks: what stands as a comment beside a layer of its overrides, by module path.
+        remarks: the comment at a layer of its overrides, by module path.
     """
     values = _ordered(recipe.model_dump(mode="json", exclude_none=True, exclude_unset=True))
     overrides: list[dict[str, Any]] = values.pop("overrides", [])

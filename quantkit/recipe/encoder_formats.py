@@ -1,4 +1,4 @@
-"""The short names of how text encoders are packed: one literal row each."""
+"""Short names for the quantization of text encoders: one literal row each."""
 
 from typing import Any
 

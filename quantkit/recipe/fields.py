@@ -1,4 +1,4 @@
-"""The types of single values in recipes, and what is checked of each."""
+"""Types of single values in recipes, with their checks."""
 
 import re
 import reprlib
@@ -44,7 +44,7 @@ def printable(name: str) -> str:
         RecipeError: it cannot be.
     """
     if not name.isprintable() or not 0 < len(name) <= 100:
-        raise RecipeError(f"name {name!r:.80}: wanted 1 to 100 printable letters")
+        raise RecipeError(f"name {name!r:.80}: expected 1 to 100 printable letters")
     return name
 
 
@@ -87,9 +87,9 @@ def ascending(buckets: "Buckets") -> "Buckets":
     """
     if isinstance(buckets, int):
         if buckets < 1:
-            raise RecipeError(f"buckets {buckets}: wanted at least 1")
+            raise RecipeError(f"buckets {buckets}: expected at least 1")
     elif buckets != "auto" and not (buckets and all(a < b for a, b in pairwise(buckets))):
-        raise RecipeError(f"buckets {buckets}: wanted ascending timestep edges, a number or auto")
+        raise RecipeError(f"buckets {buckets}: expected ascending timestep edges, a number or auto")
     return buckets
 
 
@@ -100,7 +100,7 @@ def alpha_or_auto(smooth: "Smooth") -> "Smooth":
         RecipeError: it cannot be.
     """
     if smooth != "auto" and not 0 <= smooth <= 1:
-        raise RecipeError(f"smooth {smooth:g}: wanted 0 to 1, or auto")
+        raise RecipeError(f"smooth {smooth:g}: expected 0 to 1, or auto")
     return smooth
 
 

@@ -1,4 +1,4 @@
-"""What a recipe must reach: a budget to choose treatments within, and gates to be judged by."""
+"""Goals of a recipe: the budget for choosing treatments, and the gates of the verdict."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ from quantkit.recipe.fields import Patterns, Strict
 
 
 class BudgetRecipe(Strict):
-    """What 'quantkit calibrate optimize' must meet: one of bytes, error, speed and ssim."""
+    """The budget of 'quantkit calibrate optimize': one of bytes, error, speed and ssim."""
 
     #: largest packed size, as a share of the source's size
     bytes: Annotated[float, Field(gt=0)] | None = None
@@ -39,7 +39,7 @@ GOALS = ("bytes", "error", "speed", "ssim")
 
 
 class Gates(Strict):
-    """What the packed pipeline must reach; None leaves the default of 'quantkit eval report'."""
+    """Quality gates of the packed pipeline; None leaves the default of 'quantkit eval report'."""
 
     ssim: Annotated[float, Field(ge=-1, le=1)] | None = None
     lpips: Annotated[float, Field(ge=0)] | None = None

@@ -1,4 +1,4 @@
-"""What a recipe says of the weights and of the inputs of layers."""
+"""The weight and activation sections of recipes."""
 
 from typing import Annotated, Literal
 
@@ -17,7 +17,7 @@ from quantkit.recipe.fields import (
 
 
 class WeightRecipe(Strict):
-    """How weights become codes."""
+    """The quantization of weights."""
 
     format: Format = "e4m3fn"
     #: tensor, channel or group:SIZE
@@ -34,7 +34,7 @@ class WeightRecipe(Strict):
 
     @property
     def scale_rule(self) -> str:
-        """What chooses scales: a rule of ``WEIGHT_SCALES``."""
+        """The rule of ``WEIGHT_SCALES`` that chooses scales."""
         return self.observer if self.scale == "any" else f"{self.observer}_{self.scale}"
 
     @model_validator(mode="after")
@@ -71,7 +71,7 @@ class WeightRecipe(Strict):
 
 
 class ActivationRecipe(Strict):
-    """How inputs of packed layers become codes: FP8 as the weight, int8 where it is an integer."""
+    """The quantization of inputs: FP8 where the weight is FP8, int8 where it is an integer."""
 
     mode: Literal["none", "static", "token"] = "token"
     #: what chooses a static scale from the statistics

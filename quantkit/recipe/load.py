@@ -79,7 +79,7 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
     except ValueError as error:
         raise RecipeError(f"{where}: {short(error, _LENGTH)}") from error
     if not isinstance(values, Mapping):
-        raise RecipeError(f"{where}: found {type(values).__name__}, wanted a table of settings")
+        raise RecipeError(f"{where}: found {type(values).__name__}, expected a table of settings")
     return _validated(values, where)
 
 

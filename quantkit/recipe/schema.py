@@ -1,4 +1,4 @@
-"""Recipes: frozen, strictly checked values. What to do, never how.
+"""Recipes: frozen, strictly checked values.
 
 Layer patterns are fnmatch globs on the module path inside the component, as
 ``down_blocks.*.attentions.*``. Nothing here opens a model.
@@ -28,7 +28,7 @@ from quantkit.recipe.layer_recipes import ActivationRecipe, WeightRecipe
 
 
 class SparsityRecipe(Strict):
-    """Which layers are masked, and how."""
+    """The sparse layers and the method of their masks."""
 
     pattern: Annotated[str, AfterValidator(checked_pattern)] = "2:4"
     method: Literal["magnitude", "wanda", "sparsegpt"] = "magnitude"
@@ -48,7 +48,7 @@ class Override(Strict):
     activation: ActivationRecipe | None = None
     #: True or False: mask or do not mask, whatever the sparsity section says
     sparse: bool | None = None
-    #: why, for whoever reads the recipe
+    #: the reason, for readers of the recipe
     reason: str = ""
 
 
@@ -63,12 +63,12 @@ class EncoderOverride(Strict):
     keep: bool | None = None
     weight: WeightRecipe | None = None
     activation: ActivationRecipe | None = None
-    #: why, for whoever reads the recipe
+    #: the reason, for readers of the recipe
     reason: str = ""
 
 
 class EncoderRecipe(Strict):
-    """How text encoders are packed; of what they read second moments are taken, for GPTQ alone."""
+    """The quantization of text encoders; of calibration, only second moments for GPTQ are used."""
 
     weight: WeightRecipe = WeightRecipe()
     activation: ActivationRecipe = ActivationRecipe(mode="none")
@@ -85,7 +85,7 @@ class EncoderRecipe(Strict):
             return value
         if value not in ENCODER_FORMATS:
             raise RecipeError(
-                f"text_encoders {value!r:.80}: wanted {', '.join(ENCODER_FORMATS)}, or a section "
+                f"text_encoders {value!r:.80}: expected {', '.join(ENCODER_FORMATS)}, or a section "
                 "with weight, activation, keep and overrides"
             )
         return ENCODER_FORMATS[value]
@@ -117,7 +117,7 @@ class EncoderRecipe(Strict):
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What a recipe says about one layer."""
+    """The settings of a recipe for one layer."""
 
     #: None: as the family has it
     keep: bool | None

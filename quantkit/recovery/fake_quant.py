@@ -101,8 +101,8 @@ def fake_quantized(name: str, dense: nn.Module, quant: LayerQuant) -> "FakeQuant
     if isinstance(dense, nn.Conv2d) and dense.padding_mode == "zeros" and dense.groups == 1:
         return FakeQuantConv2d(dense, quant)
     raise ModelError(
-        f"{name}: found {dense}, wanted a Linear, or a Conv2d of one group padded with zeros; keep "
-        "this layer in 16 bit"
+        f"{name}: found {dense}, expected a Linear, or a Conv2d of one group padded with zeros; "
+        "keep this layer in 16 bit"
     )
 
 

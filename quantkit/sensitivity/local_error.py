@@ -118,7 +118,7 @@ def _refuse_other_rows(layer: Layer, statistics: LayerStatistics) -> None:
     if statistics.samples.shape[-1] != layer.k:
         raise ArtefactError(
             f"calibration: {layer.name}: stored inputs have {statistics.samples.shape[-1]} "
-            f"columns, wanted {layer.k}; calibrate this model"
+            f"columns, expected {layer.k}; calibrate this model"
         )
 
 

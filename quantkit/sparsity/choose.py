@@ -89,7 +89,7 @@ def choose_masks(
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What is known of one component's inputs; nothing, without calibration and moments."""
+    """Statistics and second moments of one component's inputs, where there are any."""
 
     component: Component
     calibrated: bool

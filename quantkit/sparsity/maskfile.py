@@ -21,7 +21,7 @@ _KIND = "quantkit_masks"
 
 @dataclass(frozen=True, eq=False)
 class LayerMask:
-    """Which weights of one layer are kept."""
+    """The mask of one layer: its kept weights."""
 
     #: uint8 (N, ceil(K / 8)) over rows as the kernels read them; bit i of a byte is column 8j + i
     bits: Tensor
@@ -52,7 +52,7 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided for one layer that the recipe wanted sparse."""
+    """The decision for one layer that the recipe asked to be sparse."""
 
     component: str
     layer: str
@@ -74,9 +74,9 @@ class MaskSet:
 
     @property
     def counts_on_updates(self) -> bool:
-        """Whether the kept weights have yet to make up for the dropped ones.
+        """True when the kept weights still have to make up for the dropped ones.
 
-        Masks beside a recovered model take nothing more away: their errors are 0.
+        The masks of a recovered model take nothing more away: their errors are 0.
         """
         return self.method == SPARSEGPT and any(
             mask.error > 0 for layers in self.layers.values() for mask in layers.values()
@@ -141,7 +141,7 @@ def load_masks(path: Path) -> MaskSet:
 def _check_bits(name: str, bits: Tensor, pattern: Pattern) -> None:
     """Refuse bits of another pattern. Groups that are no part of a byte are checked when packed."""
     if bits.dtype != torch.uint8 or bits.ndim != 2:
-        raise ValueError(f"{name}: {bits.dtype} of {bits.ndim} axes, wanted uint8 of 2")
+        raise ValueError(f"{name}: {bits.dtype} of {bits.ndim} axes, expected uint8 of 2")
     if 8 % pattern.m or not bits.numel():
         return
     groups = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -157,5 +157,5 @@ def _check_bits(name: str, bits: Tensor, pattern: Pattern) -> None:
 
 def _share(value: object) -> float:
     if not isinstance(value, int | float) or not 0 <= value < inf:
-        raise ValueError(f"error {value!r:.40}, wanted a share")
+        raise ValueError(f"error {value!r:.40}, expected a share")
     return float(value)

@@ -72,7 +72,7 @@ def settle_layer(rows: Tensor, moments: Moments, mask: Tensor | Pattern, *, bias
 
 
 def refuse_non_finite(values: Tensor) -> None:
-    """Refuse weights that moments without any input behind them have blown up.
+    """Refuse weights that moments of no input have blown up.
 
     Reading checks what is cheap to check. Whether a matrix is positive definite is not: an
     indefinite one has directions in which the error falls for ever.

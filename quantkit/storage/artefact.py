@@ -93,7 +93,7 @@ def _about(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
             )
         about = parse_json(entry["about"])
         if not isinstance(about, dict):
-            raise ValueError(f"about is {type(about).__name__}, wanted an object")  # noqa: TRY004
+            raise ValueError(f"about is {type(about).__name__}, expected an object")  # noqa: TRY004
         return entry, about
 
 
@@ -132,6 +132,6 @@ def split_name(name: str) -> tuple[str, str, str]:
     """
     parts = name.split("/")
     if len(parts) != 3:
-        raise ValueError(f"tensor {name!r:.80}: wanted COMPONENT/LAYER/FIELD")
+        raise ValueError(f"tensor {name!r:.80}: expected COMPONENT/LAYER/FIELD")
     component, layer, field = parts
     return component, layer, field

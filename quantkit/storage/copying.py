@@ -11,7 +11,7 @@ from quantkit.errors import ModelError
 from quantkit.storage.inputfile import KINDS
 from quantkit.storage.marker import MARKER
 
-#: Weights in any format, and what indexes them. Beside packed weights they would be a second,
+#: Weights in any format, and what indexes them. Next to packed weights they would be a second,
 #: unpacked truth that a loader may choose.
 WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pkl", ".msgpack", ".h5", ".onnx", ".gguf",
@@ -79,7 +79,7 @@ def _is_copied(path: Path, places: tuple[Path, ...]) -> bool:
     if not real.is_file():
         what = KINDS[stat.S_IFMT(real.stat().st_mode)]
         raise ModelError(
-            f"{path}: {'a link to ' * path.is_symlink()}{what}, wanted files and folders alone; "
+            f"{path}: {'a link to ' * path.is_symlink()}{what}, expected files and folders alone; "
             "delete it, or put files there"
         )
     return True

@@ -1,4 +1,4 @@
-"""SHA-256 of bytes as they lie in a file: what they must be, and whether they are."""
+"""Expected SHA-256 digests of byte ranges of files, and checking them."""
 
 import hashlib
 import os
@@ -19,10 +19,10 @@ _HEX = frozenset("0123456789abcdef")
 
 @dataclass(frozen=True)
 class Claim:
-    """What a range of bytes of a file must hash to."""
+    """The expected SHA-256 of a byte range of a file."""
 
     path: Path
-    #: what messages put behind the path, with a colon and a space behind it: "conv_in.weight: "
+    #: what messages put after the path, with a colon and a space: "conv_in.weight: "
     what: str
     start: int
     #: past the last byte
@@ -47,16 +47,16 @@ class Claim:
         if found == self.sha256:
             return ""
         return (
-            f"{self.path}: {self.what}damaged: SHA-256 {found}, wanted {self.sha256}; download it "
-            "or pack the model again"
+            f"{self.path}: {self.what}damaged: SHA-256 {found}, expected {self.sha256}; download "
+            "it or pack the model again"
         )
 
 
 class Hashing:
-    """Claims that are checked by threads, while whoever made them does something else."""
+    """Claims that threads check while the caller does something else."""
 
     def __init__(self, claims: Sequence[Claim]) -> None:
-        """Start; hashing gives Python's lock free, so threads run beside the caller."""
+        """Start; hashing releases the GIL, so threads run in parallel with the caller."""
         # The largest first, so that no thread is left alone with one at the end.
         ordered = sorted(claims, key=lambda claim: claim.start - claim.stop)
         pool = ThreadPoolExecutor(cores())
@@ -135,7 +135,7 @@ def read_whole(descriptor: int, chunk: memoryview, start: int) -> None:
     while chunk:
         count = read_into(descriptor, chunk, start)
         if count == 0:
-            raise EOFError(f"the file ends at byte {start}, wanted {start + len(chunk)}")
+            raise EOFError(f"the file ends at byte {start}, expected {start + len(chunk)}")
         chunk, start = chunk[count:], start + count
 
 

@@ -1,6 +1,6 @@
-"""Writing so that nothing is ever half written, lost, or deleted that quantkit did not write.
+"""Atomic writes: nothing is left half written, and nothing that quantkit did not write is deleted.
 
-An output is made in a stage beside it and gets its name in one step (see ``staging`` and
+An output is made in a stage next to it and gets its name in one step (see ``staging`` and
 ``renaming``). ``--force`` replaces a folder if its marker says that quantkit wrote all that is in
 it, and a file if it has quantkit's mark (see ``written``).
 
@@ -53,7 +53,7 @@ def staged_directory(
 
 @contextmanager
 def scratch_directory(output: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``output``, on its file system, that is gone afterwards.
+    """Yield an empty folder next to ``output``, on its file system; it is removed afterwards.
 
     Raises:
         OutputError: it cannot be written (no space left).

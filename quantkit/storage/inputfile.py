@@ -1,4 +1,4 @@
-"""Reading a whole input file of limited size; nothing that blocks, and one line for what fails."""
+"""Reading a whole input file of limited size: never blocks, and reports a failure in one line."""
 
 import io
 import os
@@ -37,7 +37,7 @@ def open_file(path: Path, *, error: type[InputError] = ModelError) -> BinaryIO:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise error(f"{path}: {KINDS[stat.S_IFMT(mode)]}, wanted a file")
+        raise error(f"{path}: {KINDS[stat.S_IFMT(mode)]}, expected a file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -55,7 +55,7 @@ def read_file(path: Path, limit: int, *, error: type[InputError] = ModelError) -
     with open_file(path, error=error) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise error(f"{path}: {size} bytes, wanted at most {limit}; is it the right file?")
+            raise error(f"{path}: {size} bytes, expected at most {limit}; is it the right file?")
         try:
             # A file that grows meanwhile is cut at what it was.
             return file.read(size)
@@ -97,7 +97,7 @@ def refuse_odd_files(folder: Path, *, error: type[InputError] = ModelError) -> N
     for path in sorted(folder.rglob("*")):
         kind = _kind(path)
         if kind not in {stat.S_IFREG, stat.S_IFDIR}:
-            raise error(f"{path}: {KINDS[kind]}, wanted a file")
+            raise error(f"{path}: {KINDS[kind]}, expected a file")
 
 
 def _kind(path: Path) -> int:

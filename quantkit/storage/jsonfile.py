@@ -1,4 +1,4 @@
-"""JSON in files: what somebody else wrote, and measurements of our own. The one reader of both.
+"""Reading JSON files, of other programs and of our own, within limits.
 
 Limits hold before and while parsing, so that hostile text costs neither memory nor the stack.
 """
@@ -83,7 +83,7 @@ def read_json(
     except ValueError as reason:
         raise error(f"{path}: not JSON ({reason}); {cure}") from reason
     if not isinstance(value, dict):
-        raise error(f"{path}: found {type(value).__name__}, wanted a JSON object; {cure}")
+        raise error(f"{path}: found {type(value).__name__}, expected a JSON object; {cure}")
     return value
 
 

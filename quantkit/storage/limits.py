@@ -1,4 +1,4 @@
-"""The largest numbers that can be meant: more is a slip of the keyboard, or hostile."""
+"""Upper limits of numbers in input: a larger one is a slip of the keyboard, or hostile."""
 
 #: Prompts, pictures at a time, rounds.
 MAX_COUNT = 1_000_000

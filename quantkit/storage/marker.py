@@ -55,7 +55,7 @@ def refuse_foreign(folder: Path, kind: str, *, output: Path) -> None:
     """
     what = describe(folder)
     if what != "a folder":
-        raise OutputError(f"{output}: {what}, wanted a folder; choose another path")
+        raise OutputError(f"{output}: {what}, expected a folder; choose another path")
     with os.scandir(folder) as entries:
         first = sorted(entry.name for entry in islice(entries, _NAMED + 1))
     if not first:

@@ -1,4 +1,4 @@
-"""Checking many things at once, for work that gives Python's lock free: hashing, reading, torch."""
+"""Checks in parallel threads, for work that releases the GIL: hashing, reading, torch."""
 
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Looking at an output's place before long work: what is there, and can it be written?"""
+"""Checks of an output path before long work: what is there, and can it be written?"""
 
 import errno
 import os
@@ -61,7 +61,7 @@ def check_room(output: Path, nbytes: int) -> None:
     free = shutil.disk_usage(_nearest(output)).free
     if free < nbytes:
         raise OutputError(
-            f"{output}: {free:,} bytes free, wanted {nbytes:,}; free some or choose another path"
+            f"{output}: {free:,} bytes free, expected {nbytes:,}; free some or choose another path"
         )
 
 
@@ -99,7 +99,7 @@ def refuse_file(output: Path, *, force: bool) -> None:
             return
         what = describe(output)
         if what != "a file":
-            raise OutputError(f"{output}: {what}, wanted a file; choose another path")
+            raise OutputError(f"{output}: {what}, expected a file; choose another path")
         refuse_foreign_file(output)
 
 

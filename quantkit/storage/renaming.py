@@ -1,7 +1,7 @@
-"""Giving an output its name in one step, while others do the same.
+"""Atomic renaming of finished outputs, safe against other processes that do the same.
 
 Linux's renameat2 does it. Where the C library or the file system has none, a hard link gives a file
-its name, and a folder gets it under a lock beside it.
+its name, and a folder gets it under a lock in the same directory.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ def rename_over(source: Path, target: Path, aside: Path) -> Path | None:
     Args:
         source: the folder.
         target: its name from now on.
-        aside: where the other one may go, beside the source.
+        aside: where the other one may go, next to the source.
 
     Returns:
         where the other one is now; None: there was none.
@@ -110,7 +110,7 @@ def _renameat2() -> Callable[..., int] | None:
 
 @contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Hold a lock beside a path; without locks in the file system, hold nothing."""
+    """Hold a lock next to a path; without locks in the file system, hold nothing."""
     path = target.parent / f".{target.name[:50]}.quantkit-lock"
     lock = _lock(path)
     try:

@@ -18,7 +18,7 @@ _MOST_SHARDS = 10_000
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What an index says, its names those of files beside it."""
+    """An index of shards; its file names are relative to its folder."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -43,7 +43,7 @@ def read_shard_index(
 
     Raises:
         InputError: of class ``error``: no JSON object, too large, without a weight_map, with
-            metadata that is no object, or with a name that is no file's beside it.
+            metadata that is no object, or with a name that is no file's in its folder.
     """
     values = read_json(path, error=error, cure=cure, limit=_MOST_BYTES)
     if why := _fault(values):

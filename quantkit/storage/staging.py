@@ -1,7 +1,7 @@
-"""Folders beside an output in which it is made, and what is left of those whose process died.
+"""Staging folders next to an output, and removing those of processes that died.
 
-Every stage has a file that its process locks, so that the next one can tell the dead from the
-living. Where the file system has no such locks, the dead stay.
+Every stage has a file that its process locks, so that the next process can tell an abandoned
+stage from one in use. Where the file system has no such locks, abandoned stages stay.
 """
 
 import os
@@ -29,7 +29,7 @@ _LOCK = ".lock"
 
 @contextmanager
 def stage_beside(output: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``output``, on its file system, that is gone afterwards.
+    """Yield an empty folder next to ``output``, on its file system; it is removed afterwards.
 
     Stages that killed processes left for the same output are deleted first.
 

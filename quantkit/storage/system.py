@@ -1,4 +1,4 @@
-"""What operating systems lack, in one place: Windows has no owners, pread or folders to sync.
+"""Differences between operating systems: Windows has no owners, pread or folders to sync.
 
 Files that are read and written at offsets are opened here: Windows changes the ends of lines in
 what is not opened as binary.

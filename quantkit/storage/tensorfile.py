@@ -96,7 +96,7 @@ def _read(path: Path, file: BinaryIO, error: type[InputError]) -> bytes:
             "download or write it again"
         )
     if length > MAX_HEADER_BYTES:
-        raise error(f"{path}: header of {length} bytes, wanted at most {MAX_HEADER_BYTES}")
+        raise error(f"{path}: header of {length} bytes, expected at most {MAX_HEADER_BYTES}")
     return file.read(length)
 
 
@@ -143,7 +143,7 @@ def _complaint(text: bytes) -> str:
 
 @lru_cache(maxsize=1)
 def _lacks_data() -> str:
-    """Return how the library says that data is missing behind a header that is right."""
+    """Return the library's message for data that is missing after a valid header."""
     return _complaint(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}')
 
 
@@ -151,7 +151,7 @@ def _checked(path: Path, size: int, base: int, table: object) -> Header:
     """Return the header, whose rows must cover the file without gaps; ValueError otherwise."""
     if not isinstance(table, dict):
         # ValueError like every other breach, for the one place that adds the file's name
-        raise ValueError(f"the header is {type(table).__name__}, wanted an object")  # noqa: TRY004
+        raise ValueError(f"the header is {type(table).__name__}, expected an object")  # noqa: TRY004
     metadata = _metadata(table.pop("__metadata__", {}))
     rows = [_row(base, name, entry) for name, entry in table.items()]
     # Empty tensors share their start with the next one.
@@ -159,10 +159,10 @@ def _checked(path: Path, size: int, base: int, table: object) -> Header:
     position = base
     for row in rows:
         if row.start != position:
-            raise ValueError(f"{row.name!r:.80}: data starts at {row.start}, wanted {position}")
+            raise ValueError(f"{row.name!r:.80}: data starts at {row.start}, expected {position}")
         position = row.stop
     if position != size:
-        raise ValueError(f"truncated or padded: {size} bytes, header wants {position}")
+        raise ValueError(f"truncated or padded: {size} bytes, header says {position}")
     return Header(path, {row.name: row for row in rows}, metadata)
 
 
@@ -188,7 +188,7 @@ def _row(base: int, name: str, entry: object) -> TensorInfo:
     wanted = prod(row.shape) * ITEM_BYTES[dtype]
     if row.nbytes != wanted:
         raise ValueError(
-            f"{name!r:.80}: {row.nbytes} bytes, {dtype} {list(shape)!s:.80} wants {wanted!s:.40}"
+            f"{name!r:.80}: {row.nbytes} bytes, {dtype} {list(shape)!s:.80} takes {wanted!s:.40}"
         )
     return row
 

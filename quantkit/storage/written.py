@@ -1,4 +1,4 @@
-"""Whether quantkit wrote a file: ``--force`` replaces no other."""
+"""Recognising files that quantkit wrote: ``--force`` replaces no others."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""YAML that somebody else wrote, read within limits; what recipes do not need is refused.
+"""Reading YAML files within limits; features that recipes do not need are refused.
 
 Anchors and aliases are not read at all: nine lines of them stand for a billion values, and counting
 what they expand to would guard only against those that are known. Events come one by one, so all is
@@ -15,7 +15,7 @@ except ImportError:
     # PyYAML without libyaml, ten times slower on the largest recipe.
     from yaml import SafeLoader as _Base  # type: ignore[assignment]
 
-#: The largest text; a recipe that treats each of 2,000 layers apart has a third of it.
+#: The largest text; a recipe with settings for each of 2,000 layers has a third of it.
 MAX_BYTES = 2**20
 #: Values and keys in it.
 MAX_NODES = 100_000
@@ -72,7 +72,7 @@ def _table(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
         line = f"line {key.start_mark.line + 1}"
         if key.tag != "tag:yaml.org,2002:str":
             kind = key.tag.rpartition(":")[2]
-            raise ValueError(f"{line}: found a key of type {kind}, wanted a word")
+            raise ValueError(f"{line}: found a key of type {kind}, expected a word")
         if key.value in seen:
             raise ValueError(f"{line}: the key {key.value!r:.80} is there twice")
         seen.add(key.value)

@@ -47,8 +47,9 @@ def refuse_search(recipe: Recipe) -> None:
     budget = recipe.budget
     if budget is not None and (budget.ssim is not None or not budget.goals):
         raise RecipeError(
-            f"recipe {recipe.name}: budget {'ssim' if budget.goals else 'without a goal'}, wanted "
-            "bytes, error or speed; or run 'quantkit calibrate optimize' and pack what it writes"
+            f"recipe {recipe.name}: budget {'ssim' if budget.goals else 'without a goal'}, "
+            "expected bytes, error or speed; or run 'quantkit calibrate optimize' and pack what it "
+            "writes"
         )
 
 
@@ -87,7 +88,7 @@ def build(
     refuse_search(recipe)
     if (recipe.needs_calibration or recipe.needs_hessians) and not model.is_pipeline:
         raise ModelError(
-            f"{model.path}: recipe {recipe.name} wants a calibration, and a component alone "
+            f"{model.path}: recipe {recipe.name} needs a calibration, and a component alone "
             "cannot be run; pass the pipeline's directory"
         )
     if recipe.needs_calibration:

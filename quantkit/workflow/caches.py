@@ -59,8 +59,8 @@ def delete_from_cache(names: Sequence[str]) -> tuple[Kept, ...]:
     for name in names:
         if name not in CACHES and name not in {kept.path.name for kept in there}:
             raise InputError(
-                f"{name!r:.200}: not in {cache_directory()}; wanted one of {', '.join(CACHES)}, or "
-                "a name that 'quantkit cache' shows"
+                f"{name!r:.200}: not in {cache_directory()}; expected one of {', '.join(CACHES)}, "
+                "or a name that 'quantkit cache' shows"
             )
     chosen = tuple(kept for kept in there if {kept.cache, kept.path.name} & set(names))
     for kept in chosen:

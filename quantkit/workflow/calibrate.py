@@ -210,7 +210,7 @@ def merge_calibrations(
     parts = {str(file): file for file in files}
     if len(files) < 2 or len(parts) < len(files):
         raise ArtefactError(
-            f"merge: {len(files)} files, {len(parts)} of them different, wanted two or more "
+            f"merge: {len(files)} files, {len(parts)} of them different, expected two or more "
             "different ones; give each run once"
         )
     merged = merge({name: load_calibration(file) for name, file in parts.items()})

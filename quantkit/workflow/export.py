@@ -245,7 +245,7 @@ def _find(to: str) -> tuple[Exporter, str]:
     row = EXPORTERS.get(name)
     if row is None or variant not in (row.variants or ("",)):
         raise InputError(
-            f"to {to!r:.80}: unknown, wanted one of {', '.join(targets())}", fields=("to",)
+            f"to {to!r:.80}: unknown, expected one of {', '.join(targets())}", fields=("to",)
         )
     return row, variant
 

@@ -138,7 +138,7 @@ def require_packed(packed: str | Path) -> Packed:
     opened = open_packed(Path(packed))
     if not opened.components:
         raise CheckpointError(
-            f"{packed}: nothing in it is packed by quantkit; wanted the output of 'quantkit pack'"
+            f"{packed}: nothing in it is packed by quantkit; expected the output of 'quantkit pack'"
         )
     return opened
 

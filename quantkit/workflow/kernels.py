@@ -160,7 +160,7 @@ def refuse_unknown(field: str, names: Sequence[str], known: Sequence[str]) -> No
         if name not in known:
             more = f" or {len(known) - _FEW} more" if len(known) > _FEW else ""
             raise InputError(
-                f"{field} {name!r} is unknown, wanted one of {', '.join(known[:_FEW])}{more}"
+                f"{field} {name!r} is unknown, expected one of {', '.join(known[:_FEW])}{more}"
                 f"{did_you_mean(name, known)}",
                 fields=(field,),
             )

@@ -55,7 +55,7 @@ def refuse_foreign(method: str, training: Training) -> None:
     """
     if method not in METHODS:
         raise RecipeError(
-            f"method {method!r}: unknown, wanted one of {', '.join(METHODS)}", fields=("method",)
+            f"method {method!r}: unknown, expected one of {', '.join(METHODS)}", fields=("method",)
         )
     for name in sorted(training.changed if method == "obs" else ()):
         raise RecipeError(

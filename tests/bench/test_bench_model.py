@@ -533,7 +533,7 @@ def test_the_command_writes_its_figures(unet_dir, tmp_path):
 def test_unknown_contenders_are_refused():
     done = CliRunner().invoke(model_command, ["--contenders", "int4"])
     assert isinstance(done.exception, InputError)
-    assert "wanted one of f16" in str(done.exception)
+    assert "expected one of f16" in str(done.exception)
 
 
 # ---------------------------------------------------------------------------------------- judging

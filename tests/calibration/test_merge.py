@@ -163,5 +163,5 @@ def test_command_merges_files(halves, sd_calibration, tmp_path):
     assert str(output) in invoke(*paths, "-o", output, "--force").stdout
     for few in (paths[:1], [paths[0], paths[0]]):
         error = invoke(*few, "-o", tmp_path / "d").exception
-        assert "wanted two or more different ones" in str(error)
+        assert "expected two or more different ones" in str(error)
     assert not (tmp_path / "d").exists()

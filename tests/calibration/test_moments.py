@@ -380,9 +380,11 @@ def test_no_bit_of_a_mask_may_be_wrong(tmp_path, place, m):
 
 def test_masks_of_another_kind_are_refused(tmp_path):
     good = torch.tensor([[True, True, False, False] * 2])
-    refused(lambda: rewritten(tmp_path / "m", pack_mask(good).int()), "wanted uint8 of 2")
-    refused(lambda: rewritten(tmp_path / "m", pack_mask(good)[0]), "of 1 axes, wanted")
+    refused(lambda: rewritten(tmp_path / "m", pack_mask(good).int()), "expected uint8 of 2")
+    refused(lambda: rewritten(tmp_path / "m", pack_mask(good)[0]), "of 1 axes, expected")
     for error in (NAN, INF, -0.5, "0.1", None):
-        refused(lambda error=error: rewritten(tmp_path / "m", good, error=error), "wanted a share")
+        refused(
+            lambda error=error: rewritten(tmp_path / "m", good, error=error), "expected a share"
+        )
     refused(lambda: rewritten(tmp_path / "m", good, pattern=TWO_OF_FOUR, decisions=5), "damaged")
     refused(lambda: rewritten(tmp_path / "m", good, layers=[]), "damaged")

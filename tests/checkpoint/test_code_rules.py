@@ -143,7 +143,7 @@ def test_groups_of_zeros_have_scale_one(edit, monkeypatch, chunk, name):
                 scales
             )
         if named is not None:
-            wanted.append(f"{layer}.weight_scale: found {named} for an all-zero group, wanted 1")
+            wanted.append(f"{layer}.weight_scale: found {named} for an all-zero group, expected 1")
     assert lines_of(edit) == wanted
 
 

@@ -63,21 +63,21 @@ ENTRIES = {
     "weight: of these formats": (scheme(weight="q5_0"), "'q5_0': unknown"),
     "int4: channel": (
         scheme(weight="int4", activation_format="int8", granularity="group:32"),
-        "granularity group:32 of weight int4, wanted channel",
+        "granularity group:32 of weight int4, expected channel",
     ),
     "q4_0: group:32": (
-        scheme(**{**BLOCKS, "granularity": "channel"}, weight="q4_0"), "wanted group:32"
+        scheme(**{**BLOCKS, "granularity": "channel"}, weight="q4_0"), "expected group:32"
     ),
     "q4_0: no sparsity": (scheme(**{**BLOCKS, "sparsity": "2:4"}, weight="q4_0"), "sparsity 2:4"),
     "q8_0: weights alone": (
         scheme(**{**BLOCKS, "activation": "token"}, weight="q8_0", activation_format="int8"),
-        "wanted null and none",
+        "expected null and none",
     ),
-    "activation_format: int8": (scheme(**{**INT8, "activation_format": "int4"}), "wanted int8"),
+    "activation_format: int8": (scheme(**{**INT8, "activation_format": "int4"}), "expected int8"),
     "activation_format: beside an integer": (scheme(activation_format="int8"), "no such key"),
     "activation_format: not left out": (scheme(weight="int8"), "activation_format None"),
-    "buckets: ascending": (scheme(buckets=[500.0, 250.0]), "wanted ascending, distinct, finite"),
-    "buckets: edges differ": (scheme(buckets=[250.0, 250.0]), "wanted ascending, distinct"),
+    "buckets: ascending": (scheme(buckets=[500.0, 250.0]), "expected ascending, distinct, finite"),
+    "buckets: edges differ": (scheme(buckets=[250.0, 250.0]), "expected ascending, distinct"),
     "buckets: finite": (scheme(buckets=[250.0, float("inf")]), "finite timesteps"),
     "buckets: static": (scheme(activation="token"), "buckets with activation 'token'"),
     "layers: at least one": (scheme(layers=[]), "no layers"),
@@ -88,11 +88,11 @@ ENTRIES = {
     ),
     "attention: its keys": (put(*ATTENTION, "rows", 1), "unknown key 'rows'"),
     "qk: of these formats": (put(*ATTENTION, "qk", "int4"), "qk 'int4'"),
-    "pv: none or left out": (put(*ATTENTION, "pv", "e4m3fn"), "wanted none or no such key"),
-    "min_keys: 1 or more": (put(*ATTENTION, "min_keys", 0), "wanted 1 or more"),
-    "exclude: globs": (put(*ATTENTION, "exclude", [1]), "wanted a list of globs"),
-    "static: not empty": (put(*ATTENTION, "static", []), "wanted a list of heads"),
-    "static: heads": (put(*ATTENTION, "static", 0, "heads", 0), "0 heads of 64, wanted 1 or more"),
+    "pv: none or left out": (put(*ATTENTION, "pv", "e4m3fn"), "expected none or no such key"),
+    "min_keys: 1 or more": (put(*ATTENTION, "min_keys", 0), "expected 1 or more"),
+    "exclude: globs": (put(*ATTENTION, "exclude", [1]), "expected a list of globs"),
+    "static: not empty": (put(*ATTENTION, "static", []), "expected a list of heads"),
+    "static: heads": (put(*ATTENTION, "static", 0, "heads", 0), "0 heads of 64, expected 1"),
     "static: each once": (put(*ATTENTION, "static", 0, "modules", ["m", "m"]), "each once"),
     "static: in one entry": (
         add(*ATTENTION, "static", {"head_size": 32, "heads": 1, "modules": ["n"]}), "each once"
@@ -162,7 +162,7 @@ def test_a_broken_list_is_refused(name, tmp_path):
 def test_a_list_of_another_schema_is_refused(changed, tmp_path):
     about = {"schema": "quantkit.files", "schema_version": 1, "files": {"ok": ENTRY}}
     (tmp_path / FILE_LIST).write_text(json.dumps(about | changed))
-    with pytest.raises(CheckpointError, match=r"found .* wanted 'quantkit\.files' 1"):
+    with pytest.raises(CheckpointError, match=r"found .* expected 'quantkit\.files' 1"):
         find_file_list(tmp_path)
 
 

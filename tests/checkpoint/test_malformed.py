@@ -189,7 +189,7 @@ def test_no_number_in_a_tensor(refused, tmp_path, name, value):
     values[name].view(-1)[40 % values[name].numel()] = value
     folder = component(tmp_path / "source", values)
     index = r"\[0, 4, 1, 1\]" if name == "a.conv.weight" else r"\[8\]"
-    match = rf"{WEIGHTS}: {re.escape(name)}{index}: found {value}, wanted a finite number"
+    match = rf"{WEIGHTS}: {re.escape(name)}{index}: found {value}, expected a finite number"
     refused("pack", folder, "-o", tmp_path / "o", match=match)
 
 
@@ -316,7 +316,7 @@ def test_missing_weights(refused, packed, command):
 @pytest.mark.parametrize("bit", [0, 3, 7])
 def test_a_flipped_bit(refused, packed, name, bit):
     flip(packed, name, bit)
-    match = rf"{re.escape(name)}: damaged: SHA-256 [0-9a-f]{{64}}, wanted [0-9a-f]{{64}}"
+    match = rf"{re.escape(name)}: damaged: SHA-256 [0-9a-f]{{64}}, expected [0-9a-f]{{64}}"
     refused("verify", packed, match=match)
 
 
@@ -366,7 +366,7 @@ def test_a_scale_that_was_rounded_to_half_precision(refused, packed):
     metadata = read_header(packed / WEIGHTS).metadata
     values["a.fc.weight_scale"] = values["a.fc.weight_scale"].half()
     save_file(values, packed / WEIGHTS, metadata=metadata)
-    refused("inspect", packed, match=r"a\.fc\.weight_scale: found F16 \[32\], wanted F32 \[32\]")
+    refused("inspect", packed, match=r"a\.fc\.weight_scale: found F16 \[32\], expected F32 \[32\]")
 
 
 def test_a_component_of_a_pipeline_is_named(refused, pipeline_dir, tmp_path, quantkit):

@@ -100,10 +100,10 @@ def test_blocks_are_weights_alone(weight):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"granularity": "channel"}, "granularity channel of weight q4_0, wanted group:32"),
-        ({"granularity": "group:64"}, "wanted group:32"),
+        ({"granularity": "channel"}, "granularity channel of weight q4_0, expected group:32"),
+        ({"granularity": "group:64"}, "expected group:32"),
         ({"sparsity": "2:4"}, "sparsity 2:4 and activation none of weight q4_0"),
-        ({"activation": "token", "activation_format": "int8"}, "wanted null and none"),
+        ({"activation": "token", "activation_format": "int8"}, "expected null and none"),
     ],
 )
 def test_blocks_with_anything_else_are_refused(change, match):

@@ -92,7 +92,7 @@ DAMAGE = {
     ),
     "extra-config": (lambda f: (f / "unet" / "x.json").write_text("{}"), r"x\.json: not in"),
     "list-no-json": (lambda f: (f / FILE_LIST).write_text("{"), r"files\.json: not JSON"),
-    "list-newer": (of_json(FILE_LIST, lambda c: c.update(schema_version=2)), "wanted 'quantkit.fi"),
+    "list-newer": (of_json(FILE_LIST, lambda c: c.update(schema_version=2)), "expected 'quantkit"),
     "list-outside": (
         of_json(FILE_LIST, lambda c: c["files"].update({"../x": {"size": 1, "sha256": "0" * 64}})),
         r"'\.\./x' is no path inside",

@@ -49,7 +49,7 @@ def test_what_is_named_is_deleted(name, left, cache, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "..", "link", "elsewhere", "../elsewhere"])
 def test_other_names_are_refused(name):
-    with pytest.raises(InputError, match=r"not in .* wanted one of kernels, single-files"):
+    with pytest.raises(InputError, match=r"not in .* expected one of kernels, single-files"):
         delete_from_cache([name])
 
 

@@ -80,7 +80,7 @@ def test_mistakes_are_said_in_one_line_with_the_option(exported, pipeline_dir, t
     assert "holds sd3 (SD3Transformer2DModel), but" in text
     assert "(--config)" in text
     text = failed(capsys, "export", pipeline_dir, "--to", "gguf:F16", "-o", output)
-    assert "wanted one of comfyui, " in text
+    assert "expected one of comfyui, " in text
     assert "gguf:Q8_0, gguf:Q4_0 (--to)" in text
     exported.write_bytes(exported.read_bytes()[:5000])
     text = failed(capsys, "pack", exported, "--config", pipeline_dir, "-o", output)

@@ -131,7 +131,7 @@ def test_reading_a_manifest_gives_what_was_written(amd):
     ("text", "match"),
     [
         ("{", "not JSON"),
-        ("[]", "found list, wanted a JSON object"),
+        ("[]", "found list, expected a JSON object"),
         ('{"manifest_version": 2}', "has manifest_version 2, this quantkit reads 1"),
         ('{"manifest_version": 1, "kernels": [{}]}', "damaged .*build the folder again"),
     ],
@@ -422,11 +422,11 @@ def test_dry_run_writes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("build", "--target", "gfx9", "-o", "x"), "'gfx9' is unknown, wanted one of gfx1200"),
+        (("build", "--target", "gfx9", "-o", "x"), "'gfx9' is unknown, expected one of gfx1200"),
         (("build", "--target", "host", "-o", "x"), "'host' is unknown"),
         (("build", "--target", "sm_89", "--op", "conv", "-o", "x"), "'conv' is unknown"),
-        (("check",), "wanted either DIR or --target"),
-        (("check", "DIR", "--target", "sm_89"), "wanted either DIR or --target"),
+        (("check",), "expected either DIR or --target"),
+        (("check", "DIR", "--target", "sm_89"), "expected either DIR or --target"),
     ],
 )
 def test_wrong_usage_ends_with_exit_code_two(arguments, text):

@@ -102,5 +102,5 @@ def test_hip_is_a_card_of_amd(torch_for, monkeypatch):
     torch_for(cuda="13.2")
     with pytest.raises(ModelError, match=r"'hip:1': torch 2\.15\.0 is not built for ROCm; install"):
         choose_device("hip:1")
-    with pytest.raises(ModelError, match="wanted auto, cpu, cuda"):
+    with pytest.raises(ModelError, match="expected auto, cpu, cuda"):
         choose_device("hip:x")

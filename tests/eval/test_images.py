@@ -132,7 +132,7 @@ def test_files_that_break_the_reader_are_no_pictures(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"not a picture that Pillow can read .*exceeds limit"):
         read_image(tmp_path / "x.png")
     os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(InputError, match="a named pipe, wanted a file"):
+    with pytest.raises(InputError, match="a named pipe, expected a file"):
         read_image(tmp_path / "pipe.png")
 
 

@@ -206,7 +206,7 @@ def test_a_package_that_is_too_old_is_named_with_its_cure(forged, pipeline_dir, 
     installed["torchao"] = "0.12.0"
     refused(
         "report", pipeline_dir, forged({"quant_method": "torchao"}),
-        match=r"found torchao 0\.12\.0, wanted torchao>=0\.16; pip install -U 'torchao>=0\.16'",
+        match=r"found torchao 0\.12\.0, expected torchao>=0\.16; pip install -U 'torchao>=0\.16'",
     )  # fmt: skip
 
 
@@ -246,16 +246,19 @@ def test_text_encoders_are_left_to_transformers_on_a_cpu(forged, pipeline_dir, i
 @pytest.mark.parametrize(
     ("entry", "match"),
     [
-        ({"quant_method": "gptq5"}, r"quant_method 'gptq5', wanted one of sdnq, torchao, bitsandb"),
-        ({"quant_method": 5}, "quant_method 5, wanted one of sdnq"),
-        ({"quant_method": ["sdnq"]}, r"quant_method \['sdnq'\], wanted one of sdnq"),
+        (
+            {"quant_method": "gptq5"},
+            r"quant_method 'gptq5', expected one of sdnq, torchao, bitsandb",
+        ),
+        ({"quant_method": 5}, "quant_method 5, expected one of sdnq"),
+        ({"quant_method": ["sdnq"]}, r"quant_method \['sdnq'\], expected one of sdnq"),
         ({"quant_method": "x\ny" * 400}, "quant_method 'x"),
-        ({}, "no quant_method, wanted one of sdnq"),
+        ({}, "no quant_method, expected one of sdnq"),
         ({"load_in_8bit": False}, "no quant_method"),
-        ([], "quantization_config is a list, wanted an object"),
-        ("sdnq", "quantization_config is a str, wanted an object"),
-        (8, "quantization_config is a int, wanted an object"),
-        (False, "quantization_config is a bool, wanted an object"),
+        ([], "quantization_config is a list, expected an object"),
+        ("sdnq", "quantization_config is a str, expected an object"),
+        (8, "quantization_config is a int, expected an object"),
+        (False, "quantization_config is a bool, expected an object"),
     ],
     ids=lambda value: json.dumps(value)[:30],
 )

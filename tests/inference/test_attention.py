@@ -301,14 +301,14 @@ def test_a_dequantized_model_has_its_own_attention(packed):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"qk": "fp4"}, "qk 'fp4' with pv 'e4m3fn', wanted one of e4m3fn, int8"),
-        ({"min_keys": 0}, "min_keys 0, wanted 1 or more"),
-        ({"min_keys": True}, "min_keys True, wanted 1 or more"),
-        ({"exclude": "a"}, "exclude 'a', wanted a list"),
+        ({"qk": "fp4"}, "qk 'fp4' with pv 'e4m3fn', expected one of e4m3fn, int8"),
+        ({"min_keys": 0}, "min_keys 0, expected 1 or more"),
+        ({"min_keys": True}, "min_keys True, expected 1 or more"),
+        ({"exclude": "a"}, "exclude 'a', expected a list"),
         ({"ranks": 3}, "unknown key 'ranks'"),
-        ({"pv": "e5m2"}, "pv 'e5m2', wanted none or no such key"),
-        ({"pv": None}, "pv None, wanted none"),
-        (None, "attention None, wanted an object"),
+        ({"pv": "e5m2"}, "pv 'e5m2', expected none or no such key"),
+        ({"pv": None}, "pv None, expected none"),
+        (None, "attention None, expected an object"),
     ],
 )
 def test_malformed_entries_are_refused(packed, tmp_path, changes, text):
@@ -351,9 +351,9 @@ def test_recipes_are_checked(section, text):
 
 
 def test_what_is_refused():
-    with pytest.raises(InputError, match="qk 'fp4', wanted one of e4m3fn, int8"):
+    with pytest.raises(InputError, match="qk 'fp4', expected one of e4m3fn, int8"):
         AttentionSettings("fp4")
-    with pytest.raises(InputError, match="pv 'int8', wanted e4m3fn, or None for 16 bit"):
+    with pytest.raises(InputError, match="pv 'int8', expected e4m3fn, or None for 16 bit"):
         AttentionSettings(pv="int8")
     with pytest.raises(InputError, match="min_keys 0"):
         AttentionSettings(min_keys=0)

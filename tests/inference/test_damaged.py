@@ -70,8 +70,8 @@ TENSOR_FAULTS = {
         lambda t: t.update({first(t, "to_q.weight")[:-6] + "bias": torch.zeros(64)}),
         r"to_q.*bias",
     ),
-    "scale-dtype": (retype, r"\.weight_scale: found F16 \[.*\], wanted F32"),
-    "meta-shape": (reshape, r"\.weight_meta: found U8 \[.*\], wanted U8 \["),
+    "scale-dtype": (retype, r"\.weight_scale: found F16 \[.*\], expected F32"),
+    "meta-shape": (reshape, r"\.weight_meta: found U8 \[.*\], expected U8 \["),
     "scale-zero": (put(".weight_scale", 0.0), r"\.weight_scale: .*finite and positive"),
     "scale-nan": (put(".input_scale", torch.nan), r"\.input_scale: .*finite and positive"),
     "smooth-inf": (put(".input_smooth", torch.inf), r"\.input_smooth: .*finite and positive"),
@@ -159,11 +159,11 @@ def test_unknown_packed_text_encoders_are_refused(broken):
 def test_load_pipeline_refuses_what_is_no_packed_pipeline(pipeline_dir, packed_dir, tmp_path):
     with pytest.raises(ModelError, match="nothing in it is packed; run 'quantkit pack'"):
         quantkit.load_pipeline(pipeline_dir)
-    with pytest.raises(ModelError, match=r"no model_index.json, wanted a pipeline directory"):
+    with pytest.raises(ModelError, match=r"no model_index.json, expected a pipeline directory"):
         quantkit.load_pipeline(packed_dir / "unet")
     with pytest.raises(ModelError, match=r"no model_index.json"):
         quantkit.load_pipeline(tmp_path / "nothing")
-    with pytest.raises(InputError, match=r"torch_dtype torch.float8_e4m3fn, wanted float16"):
+    with pytest.raises(InputError, match=r"torch_dtype torch.float8_e4m3fn, expected float16"):
         quantkit.load_pipeline(packed_dir, torch_dtype=torch.float8_e4m3fn)
 
 

@@ -243,7 +243,7 @@ def test_rows_that_are_not_plain_memory_are_copied(made):
 
 def test_a_wrong_width_is_refused_as_ever(made):
     layer = known(layer_of(), torch.randn(5, 32))
-    with torch.no_grad(), pytest.raises(ShapeError, match=r"input \[5, 16\], wanted"):
+    with torch.no_grad(), pytest.raises(ShapeError, match=r"input \[5, 16\], expected"):
         layer(torch.randn(5, 16))
 
 

@@ -191,7 +191,7 @@ def test_layers_take_any_layout_and_no_rows(make):
 
 def test_layers_refuse_inputs_that_do_not_fit():
     linear = packed_module(nn.Linear(32, 8), SCHEMES["token"], name="a.to_q")
-    with pytest.raises(ShapeError, match=r"a\.to_q: input \[2, 31\], wanted \(\.\.\., 32\)"):
+    with pytest.raises(ShapeError, match=r"a\.to_q: input \[2, 31\], expected \(\.\.\., 32\)"):
         linear(torch.zeros(2, 31))
     conv = packed_module(nn.Conv2d(32, 8, 1), SCHEMES["static"], name="b.conv")
     with pytest.raises(ShapeError, match=r"b\.conv: input \[1, 16, 4, 4\]"):
@@ -203,7 +203,7 @@ def test_layers_refuse_inputs_that_do_not_fit():
     [
         (nn.Conv2d(32, 32, 3, padding_mode="reflect"), "c: Conv2d with padding_mode 'reflect'"),
         (nn.Conv2d(32, 32, 3, groups=2), "c: Conv2d with padding_mode 'zeros' and groups 2"),
-        (nn.Conv1d(32, 32, 3), "c: the model has a Conv1d here, wanted Linear or Conv2d"),
+        (nn.Conv1d(32, 32, 3), "c: the model has a Conv1d here, expected Linear or Conv2d"),
     ],
 )
 def test_modules_that_cannot_be_packed_are_refused(dense, text):

@@ -66,7 +66,7 @@ def test_ways_that_would_cast_are_refused(packed_dir, tmp_path):
         load(packed_dir / "unet", low_cpu_mem_usage=False)
     with pytest.raises(InputError, match="device_map: packed layers cannot be offloaded to 'disk'"):
         load(packed_dir / "unet", device_map={"": "disk"}, offload_folder=tmp_path / "offload")
-    with pytest.raises(InputError, match=r"torch_dtype torch.float64, wanted float16"):
+    with pytest.raises(InputError, match=r"torch_dtype torch.float64, expected float16"):
         load(packed_dir / "unet", torch_dtype=torch.float64)
 
 

@@ -292,11 +292,11 @@ def test_taken_away_everything_is_diffusers(model):
 @pytest.mark.parametrize(
     ("static", "text"),
     [
-        ({"nowhere": HeadShape(2, 16)}, "nowhere: no such attention module, wanted 2 heads"),
+        ({"nowhere": HeadShape(2, 16)}, "nowhere: no such attention module, expected 2 heads"),
         ({"conv_in": HeadShape(2, 16)}, "conv_in: no such attention module"),
         (
             {"down_blocks.0.attentions.0.transformer_blocks.0.attn1": HeadShape(3, 16)},
-            "attn1: 2 heads, wanted 3 heads; pack the model again",
+            "attn1: 2 heads, expected 3 heads; pack the model again",
         ),
     ],
 )

@@ -321,7 +321,7 @@ def test_without_the_section_encoders_are_copied(pipeline, tmp_path):
 @pytest.mark.parametrize(
     ("section", "match"),
     [
-        ("int3", "wanted fp8, int8, int4, int8-gptq, int4-gptq, or a section"),
+        ("int3", "expected fp8, int8, int4, int8-gptq, int4-gptq, or a section"),
         ({"weight": {"format": "int8", "fallback": "e4m3fn"}}, "fallback needs statistics"),
         ({"activation": {"mode": "static"}}, "mode static needs statistics"),
     ],

@@ -258,7 +258,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
     saved, transformer_dir, tmp_path, monkeypatch
 ):
     output = tmp_path / "m.gguf"
-    with pytest.raises(InputError, match=r"to 'gguf:Q5_K': unknown, wanted one of .*gguf:Q8_0"):
+    with pytest.raises(InputError, match=r"to 'gguf:Q5_K': unknown, expected one of .*gguf:Q8_0"):
         export(saved("sd3"), to="gguf:Q5_K", output=output)
     with pytest.raises(ModelError, match="original layout is not known"):
         export(transformer_dir, to="gguf:Q8_0", output=output)

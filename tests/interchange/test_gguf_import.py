@@ -319,7 +319,7 @@ def test_files_of_another_model_are_refused(sound, saved, config, tmp_path, tran
     refused(sound, saved("flux"), r"holds sd3 .*, but .* is a FluxTransformer2DModel")
     refused(sound, transformer_dir, "is a PixArtTransformer2DModel")
     llama = raw(tmp_path / "d.gguf", {"blk.0.attn_q.weight": np.zeros((4, 4), "f4")}, "llama")
-    refused(llama, folder, "architecture llama, whose layout is not known; wanted one of sdxl")
+    refused(llama, folder, "architecture llama, whose layout is not known; expected one of sdxl")
     refused(sound, tmp_path / "nowhere", "not a diffusers directory")
     (tmp_path / "text.gguf").write_text("hello, world")
     refused(tmp_path / "text.gguf", folder, "not a GGUF file")

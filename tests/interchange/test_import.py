@@ -268,12 +268,12 @@ CODES = torch.zeros(256, 64).to(E4M3)
 BREACHES = {
     "nvfp4": (
         _changed(comfy_quant=_marker("nvfp4"), weight_scale=torch.ones(())),
-        "format nvfp4 is not read, wanted one of float8_e4m3fn",
+        "format nvfp4 is not read, expected one of float8_e4m3fn",
     ),
     "mxfp8": (_changed(comfy_quant=_marker("mxfp8")), "format mxfp8 is not read"),
     "no JSON": (_changed(comfy_quant=torch.zeros(3, dtype=torch.uint8)), "damaged"),
     "a list": (
-        _changed(comfy_quant=torch.tensor([91, 93], dtype=torch.uint8)), "wanted a JSON object",
+        _changed(comfy_quant=torch.tensor([91, 93], dtype=torch.uint8)), "expected a JSON object",
     ),
     "a rotation": (
         _changed(
@@ -291,7 +291,7 @@ BREACHES = {
     ),
     "not marked codes": (
         _changed(comfy_quant=_marker("float8_e4m3fn"), weight_scale=torch.ones(())),
-        r"BF16 \[256, 64\], wanted codes in F8_E4M3",
+        r"BF16 \[256, 64\], expected codes in F8_E4M3",
     ),
     "another dtype": (
         _changed(
@@ -299,11 +299,11 @@ BREACHES = {
             comfy_quant=_marker("float8_e4m3fn"),
             weight_scale=torch.ones(()),
         ),
-        "wanted codes in F8_E4M3",
+        "expected codes in F8_E4M3",
     ),
     "scales of blocks": (
         _changed(weight=CODES, weight_scale=torch.ones(256, 2)),
-        r"shape \[256, 2\], wanted one scale, or one for each of 256 rows",
+        r"shape \[256, 2\], expected one scale, or one for each of 256 rows",
     ),
     "int8 alone": (_changed(weight=torch.zeros(256, 64, dtype=torch.int8)), "I8 without a marker"),
     "codes as bytes": (_changed(weight=torch.zeros(256, 64, dtype=torch.uint8)), "U8 without a"),

@@ -199,7 +199,7 @@ def test_a_recipe_names_another_family(transformer_dir, tmp_path):
     assert kept("unet") == []
     refused = planned("unte")
     assert isinstance(refused.exception, ModelError)
-    assert "family 'unte': unknown, wanted one of unet, " in str(refused.exception)
+    assert "family 'unte': unknown, expected one of unet, " in str(refused.exception)
 
 
 def test_headers_alone_are_read_of_tuned_families(tmp_path, monkeypatch):

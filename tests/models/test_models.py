@@ -216,7 +216,9 @@ def _hit(module, pattern):
 def test_a_class_without_a_row_is_of_the_general_family():
     assert find_family("AuraFlowTransformer2DModel") is GENERAL
     assert find_family("AuraFlowTransformer2DModel", "flux").name == "flux"
-    with pytest.raises(ModelError, match=r"family 'fulx': unknown, wanted one of unet, .*general"):
+    with pytest.raises(
+        ModelError, match=r"family 'fulx': unknown, expected one of unet, .*general"
+    ):
         find_family("FluxTransformer2DModel", "fulx")
 
 
@@ -423,12 +425,12 @@ def test_a_variant_is_taken_when_there_is_no_plain_file(tmp_path):
     with pytest.raises(ModelError, match="no weights of variant int8, found fp16; choose"):
         open_model(str(path), variant="int8")
     shutil.copy(variant, path / "diffusion_pytorch_model.bf16.safetensors")
-    with pytest.raises(ModelError, match="found the variants bf16, fp16, wanted one") as caught:
+    with pytest.raises(ModelError, match="found the variants bf16, fp16, expected one") as caught:
         open_model(str(path))
     assert caught.value.fields == ("variant",)
     chosen = open_model(str(path), variant="fp16").components[0]
     assert (chosen.shards, chosen.variant, chosen.has_plain) == ((variant,), "fp16", False)
-    with pytest.raises(ModelError, match=r"variant '\*': wanted a word as fp16"):
+    with pytest.raises(ModelError, match=r"variant '\*': expected a word as fp16"):
         open_model(str(path), variant="*")
     shutil.copy(variant, plain)
     assert open_model(str(path)).components[0].variant is None
@@ -453,7 +455,7 @@ BROKEN = {
         "not a diffusers directory: found neither model_index.json .* nor config.json",
     ),
     "not json": (config("{"), "config.json: not JSON"),
-    "list": (config("[]"), "found list, wanted a JSON object"),
+    "list": (config("[]"), "found list, expected a JSON object"),
     "no class": (config("{}"), "neither _class_name nor architectures"),
     "text encoder": (
         config('{"architectures": ["T5EncoderModel"], "model_type": "t5"}'),
@@ -509,7 +511,7 @@ def test_path_that_is_nothing(tmp_path):
     ("dtype", "message"),
     [
         ("F8_E4M3FNUZ", "FP8 of MI300"),
-        ("F8_E4M3", "found F8_E4M3, wanted one of F16"),
+        ("F8_E4M3", "found F8_E4M3, expected one of F16"),
         ("I8", "I8"),
     ],
 )

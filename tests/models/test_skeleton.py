@@ -18,8 +18,8 @@ from quantkit.models.skeleton import Contents, Skeleton, misfits, some, why_not_
             nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
             "Conv2d with padding_mode 'reflect' and groups 1",
         ),
-        (nn.LayerNorm(4), "the model has a LayerNorm here, wanted Linear or Conv2d"),
-        (nn.Conv1d(4, 4, 3), "the model has a Conv1d here, wanted Linear or Conv2d"),
+        (nn.LayerNorm(4), "the model has a LayerNorm here, expected Linear or Conv2d"),
+        (nn.Conv1d(4, 4, 3), "the model has a Conv1d here, expected Linear or Conv2d"),
     ],
     ids=["linear", "conv", "groups", "reflect", "norm", "conv1d"],
 )

@@ -161,7 +161,7 @@ def test_every_pair_of_formats_has_its_row():
     assert [attention_format(row.qk, row.pv) for row in ATTENTION_FORMATS] == [*ATTENTION_FORMATS]
     names = {"e4m3fn", "int8", "e4m3fn-pv16", "int8-pv16"}
     assert {row.name for row in ATTENTION_FORMATS} == names
-    with pytest.raises(RecipeError, match="qk 'int8' with pv 'int8', wanted one of e4m3fn, int8"):
+    with pytest.raises(RecipeError, match="qk 'int8' with pv 'int8', expected one of e4m3fn, int8"):
         attention_format("int8", "int8")
 
 

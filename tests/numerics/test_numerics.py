@@ -111,7 +111,7 @@ def test_int8_is_symmetric_and_rounds_half_to_even():
 def test_fnuz_is_refused_and_typos_are_named():
     with pytest.raises(CheckpointError, match="FNUZ is the FP8 of MI300"):
         find_format("e4m3fnuz")
-    with pytest.raises(RecipeError, match="'e4m3': unknown, wanted one of e4m3fn, e5m2"):
+    with pytest.raises(RecipeError, match="'e4m3': unknown, expected one of e4m3fn, e5m2"):
         find_format("e4m3")
 
 
@@ -122,7 +122,7 @@ def test_granularity_round_trips_through_text(text):
 
 @pytest.mark.parametrize("text", ["", "group", "group:0", "group:-4", "tensor:4", "row", "group:²"])
 def test_bad_granularity_is_refused(text):
-    with pytest.raises(RecipeError, match="wanted tensor, channel or group:SIZE"):
+    with pytest.raises(RecipeError, match="expected tensor, channel or group:SIZE"):
         parse_granularity(text)
 
 
@@ -182,7 +182,7 @@ def test_pattern_accepts_both_spellings(text, n, m):
 
 @pytest.mark.parametrize("text", ["", "2", "2:2", "0:4", "2:4:8", "a:b", "-2:4"])
 def test_bad_pattern_is_refused(text):
-    with pytest.raises(RecipeError, match="wanted n:m with 0 < n < m"):
+    with pytest.raises(RecipeError, match="expected n:m with 0 < n < m"):
         parse_pattern(text)
 
 

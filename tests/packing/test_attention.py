@@ -365,21 +365,21 @@ def drop(edit):
 
 
 BROKEN = {
-    "missing": (drop, r"key_mean: missing, wanted F32"),
+    "missing": (drop, r"key_mean: missing, expected F32"),
     "shape": (of_tensor("key_mean", lambda t: t[:, :4].contiguous()), r"key_mean: found F32"),
     "dtype": (of_tensor("key_range", torch.Tensor.half), r"key_range: found F16"),
-    "negative": (of_tensor("query_range", torch.neg), "wanted finite and positive"),
-    "zero": (of_tensor("value_scale", torch.zeros_like), "wanted finite and positive"),
-    "nan": (of_tensor("value_mean", lambda t: t * torch.nan), "found nan, wanted finite"),
+    "negative": (of_tensor("query_range", torch.neg), "expected finite and positive"),
+    "zero": (of_tensor("value_scale", torch.zeros_like), "expected finite and positive"),
+    "nan": (of_tensor("value_mean", lambda t: t * torch.nan), "found nan, expected finite"),
     "unnamed": (
         of_entry(lambda e: e["static"][0]["modules"].pop()), "the config does not name"
     ),
     "heads": (of_entry(lambda e: e["static"][0].update(heads=0)), "0 heads of"),
-    "text": (of_entry(lambda e: e["static"][0].update(head_size="8")), "wanted 1 or more"),
-    "no-modules": (of_entry(lambda e: e["static"][0].update(modules=[])), "wanted paths"),
+    "text": (of_entry(lambda e: e["static"][0].update(head_size="8")), "expected 1 or more"),
+    "no-modules": (of_entry(lambda e: e["static"][0].update(modules=[])), "expected paths"),
     "twice": (of_entry(lambda e: e["static"].append(e["static"][0])), "each once"),
-    "empty": (of_entry(lambda e: e.update(static=[])), "wanted a list of heads"),
-    "no-list": (of_entry(lambda e: e.update(static=[3])), "3, wanted an object"),
+    "empty": (of_entry(lambda e: e.update(static=[])), "expected a list of heads"),
+    "no-list": (of_entry(lambda e: e.update(static=[3])), "3, expected an object"),
     "unknown-key": (of_entry(lambda e: e["static"][0].update(rank=3)), "unknown key 'rank'"),
 }  # fmt: skip
 

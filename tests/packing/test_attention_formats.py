@@ -328,16 +328,16 @@ def entry(**more):
 
 
 BROKEN = {
-    "no list": ({"formats": 3}, "3, wanted a list of formats"),
-    "empty": ({"formats": []}, "wanted a list of formats"),
-    "no object": ({"formats": ["a"]}, "'a', wanted an object"),
+    "no list": ({"formats": 3}, "3, expected a list of formats"),
+    "empty": ({"formats": []}, "expected a list of formats"),
+    "no object": ({"formats": ["a"]}, "'a', expected an object"),
     "unknown key": ({"formats": [{"qk": "int8", "modules": ["a"], "k": 1}]}, "unknown key 'k'"),
-    "no modules": ({"formats": [{"qk": "int8", "modules": []}]}, "wanted paths, each once"),
-    "numbers": ({"formats": [{"qk": "int8", "modules": [3]}]}, "wanted paths, each once"),
-    "twice": ({"formats": [{"qk": "int8", "modules": ["a"]}] * 2}, "wanted paths, each once"),
+    "no modules": ({"formats": [{"qk": "int8", "modules": []}]}, "expected paths, each once"),
+    "numbers": ({"formats": [{"qk": "int8", "modules": [3]}]}, "expected paths, each once"),
+    "twice": ({"formats": [{"qk": "int8", "modules": ["a"]}] * 2}, "expected paths, each once"),
     "format": ({"formats": [{"qk": "e5m2", "modules": ["a"]}]}, "qk 'e5m2' .* upgrade quantkit"),
     "kind": ({"formats": [{"qk": ["int8"], "modules": ["a"]}]}, "upgrade quantkit"),
-    "values": ({"formats": [{"qk": "int8", "pv": "int8", "modules": ["a"]}]}, "pv 'int8', wanted"),
+    "values": ({"formats": [{"qk": "int8", "pv": "int8", "modules": ["a"]}]}, "'int8', expected"),
 }  # fmt: skip
 
 

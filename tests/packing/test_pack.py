@@ -180,7 +180,7 @@ def test_numbers_that_are_not_finite_are_named(tmp_path, monkeypatch, name, valu
     tensors[name][index] = value
     folder = component(tmp_path / "source", tensors)
     text = f"{name}[{', '.join(map(str, index))}]".replace("[", r"\[").replace("]", r"\]")
-    with pytest.raises(NonFiniteError, match=rf"{text}: found {value}, wanted a finite number"):
+    with pytest.raises(NonFiniteError, match=rf"{text}: found {value}, expected a finite number"):
         run(folder, tmp_path / "packed", threads=2)
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -221,7 +221,7 @@ def test_masks_that_do_not_fit_are_refused_before_any_work(tmp_path):
     tensors["a.fc.weight"] = tensors.pop("b.fc.weight")[:, :64].contiguous()
     narrow = component(tmp_path / "narrow", tensors)
     with pytest.raises(
-        ArtefactError, match=r"masks: layer a\.fc: shape \(40, 12\), wanted \(40, 8\)"
+        ArtefactError, match=r"masks: layer a\.fc: shape \(40, 12\), expected \(40, 8\)"
     ):
         run(narrow, tmp_path / "packed", masks=masks)
 

@@ -27,7 +27,7 @@ def test_separators_that_no_editor_shows_end_no_prompt(tmp_path, sign):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "empty, wanted one prompt a line"),
+        (b"", "empty, expected one prompt a line"),
         (b" \n\n", "empty"),
         (b"caf\xe9\n", r"not UTF-8 \(byte 3\)"),
         (None, "missing"),

@@ -196,7 +196,7 @@ def test_a_step_that_is_thrown_away_is_not_counted(unet, on_cpu, launches):
     _watch(unet)
     _call(unet)
     assert (len(launches), _counts(found)) == (1, (1, 0))
-    assert "1 as ever: mid_block has hooks" in str(found)
+    assert "1 eager: mid_block has hooks" in str(found)
 
 
 def test_memory_is_freed_when_it_is_switched_off(unet, on_cpu):
@@ -302,7 +302,7 @@ def test_gradients_run_as_ever(unet, on_cpu):
     found = quantkit.replay(unet)
     unet(**_arguments()).sample.sum().backward()
     assert unet.conv_in.weight.grad is not None
-    assert "gradients are wanted" in str(found)
+    assert "gradients are enabled" in str(found)
 
 
 def test_a_hook_that_is_gone_is_recorded(unet, on_cpu):
@@ -327,7 +327,7 @@ def test_what_fails_to_be_recorded_is_tried_once(unet, on_cpu, monkeypatch):
     found = quantkit.replay(unet)
     assert all(torch.equal(_call(unet), wanted) for _ in range(3))
     assert len(tries) == 1
-    assert "3 as ever: cannot be recorded: operation not permitted" in str(found)
+    assert "3 eager: cannot be recorded: operation not permitted" in str(found)
 
 
 def test_a_recording_that_answers_otherwise_is_dropped(unet, on_cpu, monkeypatch):
@@ -339,7 +339,7 @@ def test_a_recording_that_answers_otherwise_is_dropped(unet, on_cpu, monkeypatch
     monkeypatch.setattr(recorded_step, "capture", capture)
     found = quantkit.replay(unet)
     assert all(torch.equal(_call(unet), wanted) for _ in range(2))
-    assert "2 as ever: cannot be recorded: its answer is another one" in str(found)
+    assert "2 eager: cannot be recorded: its answer is another one" in str(found)
 
 
 def test_an_argument_that_is_no_value_runs_as_ever(unet, on_cpu):
@@ -350,14 +350,14 @@ def test_an_argument_that_is_no_value_runs_as_ever(unet, on_cpu):
     with torch.no_grad():
         unet(**_arguments(), cross_attention_kwargs={"scale": Scale(1.0)})
         unet(**_arguments(), cross_attention_kwargs={"ip": object()})
-    assert "1 as ever: an argument is a object" in str(found)
+    assert "1 eager: an argument is a object" in str(found)
 
 
 def test_without_a_gpu_steps_run_as_ever(unet):
     wanted = _call(unet)
     found = quantkit.replay(unet)
     assert torch.equal(_call(unet), wanted)
-    assert "1 as ever: on cpu, which records nothing" in str(found)
+    assert "1 eager: on cpu, which records nothing" in str(found)
 
 
 def test_a_second_thread_runs_as_ever(unet, on_cpu):
@@ -377,7 +377,7 @@ def test_a_second_thread_runs_as_ever(unet, on_cpu):
     _call(unet)
     done.set()
     thread.join()
-    assert "1 as ever: another thread" in str(found)
+    assert "1 eager: another thread" in str(found)
 
 
 def test_off_gives_the_forward_back(unet, on_cpu):

@@ -212,7 +212,7 @@ def test_settings_out_of_range_are_refused(settings, words):
 
 
 def test_an_unknown_way_to_recover_is_refused(pipeline_dir):
-    with pytest.raises(InputError, match="method 'magic': unknown, wanted one of distill, obs"):
+    with pytest.raises(InputError, match="method 'magic': unknown, expected one of distill, obs"):
         quantkit.recover(pipeline_dir, output="x", method="magic")
 
 

@@ -95,5 +95,5 @@ def test_formats_are_found_by_both_products():
     for row in ATTENTION_FORMATS:
         assert attention_format(row.qk, row.pv) is row
     assert len({row.name for row in ATTENTION_FORMATS}) == len(ATTENTION_FORMATS)
-    with pytest.raises(RecipeError, match="qk 'int8' with pv 'int8', wanted one of e4m3fn, int8"):
+    with pytest.raises(RecipeError, match="qk 'int8' with pv 'int8', expected one of e4m3fn, int8"):
         attention_format("int8", "int8")

@@ -138,8 +138,8 @@ def test_recipes_do_not_change():
 
 BAD = {
     "not yaml": ("a: [", "test: not YAML"),
-    "list": ("[1]", "found list, wanted a table"),
-    "empty": ("", "found NoneType, wanted a table"),
+    "list": ("[1]", "found list, expected a table"),
+    "empty": ("", "found NoneType, expected a table"),
     "no name": ("{}", "name: Field required"),
     "unknown key": ("{name: t, wieght: {}}", "unknown key 'wieght'; did you mean 'weight'"),
     "unknown nested key": (
@@ -156,14 +156,14 @@ BAD = {
     ),
     "format": ("{name: t, weight: {format: e4m3fnuz}}", "FNUZ is the FP8 of MI300"),
     "granularity": ("{name: t, weight: {granularity: row}}", "granularity 'row': unknown"),
-    "pattern": ("{name: t, sparsity: {pattern: '4:4'}}", "pattern '4:4': wanted n:m"),
+    "pattern": ("{name: t, sparsity: {pattern: '4:4'}}", "pattern '4:4': expected n:m"),
     "percentile": ("{name: t, activation: {percentile: 101}}", "activation.percentile: .*100"),
-    "buckets": ("{name: t, activation: {buckets: 0}}", "buckets 0: wanted at least 1"),
-    "edges": ("{name: t, activation: {buckets: [5, 5]}}", "wanted ascending timestep edges"),
+    "buckets": ("{name: t, activation: {buckets: 0}}", "buckets 0: expected at least 1"),
+    "edges": ("{name: t, activation: {buckets: [5, 5]}}", "expected ascending timestep edges"),
     "neither edges nor auto": ("{name: t, activation: {buckets: all}}", "buckets.*found 'all'"),
-    "no edges": ("{name: t, activation: {buckets: []}}", "wanted ascending timestep edges"),
+    "no edges": ("{name: t, activation: {buckets: []}}", "expected ascending timestep edges"),
     "buckets over steps": ("{name: t, calibration: {steps: 3}}", "buckets 4: more than the 3 step"),
-    "smooth": ("{name: t, smooth: 1.5}", "smooth 1.5: wanted 0 to 1, or auto"),
+    "smooth": ("{name: t, smooth: 1.5}", "smooth 1.5: expected 0 to 1, or auto"),
     "smooth and average": (
         "{name: t, smooth: 0.5, activation: {mode: static, observer: moving_average}}",
         "smooth: cannot be used with activation.observer moving_average.* choose another observer",
@@ -175,8 +175,8 @@ BAD = {
     "alias": ("name: &a t\nkeep: [*a]", "line 1: found an anchor"),
     "tag": ("name: !!python/name:os.system t", "found the tag 'tag:yaml.org"),
     "known tag": ("name: !!binary aGVsbG8=", "found the tag"),
-    "number as key": ("{name: t, 1: 2}", "key of type int, wanted a word"),
-    "list as key": ("{name: t, [a]: 2}", "key of type seq, wanted a word"),
+    "number as key": ("{name: t, 1: 2}", "key of type int, expected a word"),
+    "list as key": ("{name: t, [a]: 2}", "key of type seq, expected a word"),
     "merge": ("{name: t, <<: {smooth: 1}}", "key of type merge"),
     "two documents": ("name: t\n---\nname: u", "not YAML"),
     "digits": (f"{{name: t, smooth: {'9' * 5000}}}", "line 1: a number of 5000 letters"),
@@ -250,7 +250,7 @@ def test_a_recipe_beyond_the_limit_is_not_parsed(tmp_path):
     path = tmp_path / "x.yaml"
     with path.open("wb") as file:
         file.truncate(MAX_BYTES + 1)
-    with pytest.raises(RecipeError, match="wanted at most"):
+    with pytest.raises(RecipeError, match="expected at most"):
         load_recipe(str(path))
 
 

@@ -176,7 +176,7 @@ def test_weight_is_rounded_as_its_file_will_be():
     ids=["groups", "reflect", "no layer"],
 )
 def test_what_cannot_be_packed_is_refused(layer):
-    with pytest.raises(ModelError, match="wanted a Linear"):
+    with pytest.raises(ModelError, match="expected a Linear"):
         fake_quantized("layer", layer, LayerQuant(SCHEMES["token"]))
 
 

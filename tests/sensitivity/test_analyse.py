@@ -296,7 +296,7 @@ def test_recipe_with_a_budget_is_built_whole(work, pipeline_dir, tmp_path, monke
     assert load_sensitivity(tmp_path / "sensitivity.json").provenance.prompts == 1
     assert open_packed(tmp_path / "packed").components
     searching = recipe.model_copy(update={"budget": BudgetRecipe(ssim=0.9)})
-    with pytest.raises(RecipeError, match="recipe adaptive: budget ssim, wanted bytes"):
+    with pytest.raises(RecipeError, match="recipe adaptive: budget ssim, expected bytes"):
         build.refuse_search(searching)
 
 

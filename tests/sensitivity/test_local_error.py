@@ -137,7 +137,7 @@ def test_layer_that_cannot_be_sparse_has_no_masks(tmp_path):
 
 def test_calibration_of_other_inputs_is_refused(tmp_path):
     layer = layer_in(tmp_path, SHAPES["linear"])
-    with pytest.raises(ArtefactError, match="stored inputs have 32 columns, wanted 64"):
+    with pytest.raises(ArtefactError, match="stored inputs have 32 columns, expected 64"):
         local_errors(layer, settings_of(), stored_inputs(random_rows(8, 32)), CPU)
 
 

@@ -36,7 +36,7 @@ def test_file_holds_what_was_written(tmp_path):
 BAD_FILES = {
     "missing": (None, "s.json: missing"),
     "not json": ("{", "not JSON"),
-    "list": ("[]", "found list, wanted a JSON object"),
+    "list": ("[]", "found list, expected a JSON object"),
     "other": ('{"schema": "x"}', "not a quantkit.sensitivity file"),
     "newer": (
         '{"schema": "quantkit.sensitivity", "schema_version": 3}',

@@ -37,9 +37,9 @@ def looping(path):
 
 NO_FILES = {
     "absent": (lambda path: None, "missing"),
-    "folder": (folder, "a folder, wanted a file"),
-    "pipe": (pipe, "a named pipe, wanted a file"),
-    "device": (device, "a device, wanted a file"),
+    "folder": (folder, "a folder, expected a file"),
+    "pipe": (pipe, "a named pipe, expected a file"),
+    "device": (device, "a device, expected a file"),
     "dangling": (dangling, "a link to what is missing"),
     "looping": (looping, "cannot be read"),
 }
@@ -71,7 +71,7 @@ def test_a_name_with_a_null_is_refused(tmp_path):
 def test_the_limit_counts_bytes(tmp_path):
     (tmp_path / "x").write_bytes(b"12345")
     assert read_file(tmp_path / "x", 5) == b"12345"
-    with pytest.raises(ArtefactError, match="5 bytes, wanted at most 4"):
+    with pytest.raises(ArtefactError, match="5 bytes, expected at most 4"):
         read_file(tmp_path / "x", 4, error=ArtefactError)
 
 
@@ -224,5 +224,5 @@ def test_a_header_beyond_the_limit_is_not_parsed(tmp_path):
     with path.open("wb") as file:
         file.write(struct.pack("<Q", MAX_HEADER_BYTES + 1))
         file.truncate(8 + MAX_HEADER_BYTES + 1)
-    with pytest.raises(ModelError, match=r"header of .* bytes, wanted at most"):
+    with pytest.raises(ModelError, match=r"header of .* bytes, expected at most"):
         read_header(path)

@@ -97,9 +97,9 @@ def named_pipe(output):
         (damaged, r"holds \.quantkit, a, b, and no sound"),
         (of_the_future, r"holds \.quantkit, a, b, and no sound"),
         (linked_marker, r"holds \.quantkit, a, and no sound"),
-        (file, "a file, wanted a folder"),
-        (link, "a link, wanted a folder"),
-        (named_pipe, "a named pipe, wanted a folder"),
+        (file, "a file, expected a folder"),
+        (link, "a link, expected a folder"),
+        (named_pipe, "a named pipe, expected a folder"),
     ],
 )
 def test_force_deletes_nothing_that_quantkit_did_not_write(tmp_path, before, message):
@@ -189,9 +189,9 @@ def test_the_working_folder_and_those_above_are_no_outputs(
 @pytest.mark.parametrize(
     ("before", "message"),
     [
-        (thesis, "a folder, wanted a file"),
-        (named_pipe, "a named pipe, wanted a file"),
-        (lambda output: output.symlink_to("/dev/null"), "a link, wanted a file"),
+        (thesis, "a folder, expected a file"),
+        (named_pipe, "a named pipe, expected a file"),
+        (lambda output: output.symlink_to("/dev/null"), "a link, expected a file"),
     ],
 )
 def test_force_replaces_files_and_nothing_else_by_a_file(tmp_path, before, message):
@@ -202,7 +202,7 @@ def test_force_replaces_files_and_nothing_else_by_a_file(tmp_path, before, messa
 
 
 def test_devices_are_no_outputs():
-    with pytest.raises(OutputError, match="/dev/null: a device, wanted a file"):
+    with pytest.raises(OutputError, match="/dev/null: a device, expected a file"):
         check_file(Path("/dev/null"), force=True)
 
 
@@ -235,7 +235,9 @@ def test_a_file_where_a_folder_must_be_is_refused_before_the_work(tmp_path):
 
 def test_room_is_asked_for(tmp_path):
     check_room(tmp_path / "deep" / "out", 1)
-    with pytest.raises(OutputError, match=r"out: [\d,]+ bytes free, wanted 1,000,000,000,000,000,"):
+    with pytest.raises(
+        OutputError, match=r"out: [\d,]+ bytes free, expected 1,000,000,000,000,000,"
+    ):
         check_room(tmp_path / "out", 10**24)
 
 
@@ -464,10 +466,10 @@ def test_a_file_that_may_not_grow_is_one_line(tmp_path):
         (lambda m: (m / "notes.txt").symlink_to(m.parent / "key"), "a link out of the model"),
         (lambda m: (m / "up").symlink_to("../key"), "up: a link out of the model"),
         (lambda m: (m / "unet" / "x").symlink_to(m.parent), "x: a link out of the model"),
-        (lambda m: (m / "dir").symlink_to("unet"), "dir: a link to a folder, wanted files"),
+        (lambda m: (m / "dir").symlink_to("unet"), "dir: a link to a folder, expected files"),
         (lambda m: (m / "loop").symlink_to("loop"), "loop: a link that ends nowhere"),
         (lambda m: (m / "gone").symlink_to("missing"), "gone: a link that ends nowhere"),
-        (lambda m: os.mkfifo(m / "pipe"), "pipe: a named pipe, wanted files and folders"),
+        (lambda m: os.mkfifo(m / "pipe"), "pipe: a named pipe, expected files and folders"),
         (lambda m: (m / "null").symlink_to("/dev/null"), "null: a link out of the model"),
     ],
 )

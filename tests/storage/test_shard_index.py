@@ -54,7 +54,7 @@ def test_entries_of_other_types_are_refused(tmp_path, values, match):
 @pytest.mark.parametrize(
     ("count", "name", "match"),
     [
-        (500_000, SHARD, "bytes, wanted at most"),
+        (500_000, SHARD, "bytes, expected at most"),
         (100_001, "x", "100,001 tensors, expected at most 100,000"),
         (10_001, "{}", "10,001 files, expected at most 10,000"),
     ],

@@ -38,12 +38,12 @@ class AttentionSettings:
         """
         if self.qk_format not in QK_FORMATS:
             wanted = ", ".join(QK_FORMATS)
-            raise InputError(f"attention: qk {self.qk_format!r:.40}, wanted one of {wanted}")
+            raise InputError(f"attention: qk {self.qk_format!r:.40}, expected one of {wanted}")
         if self.pv not in PV_FORMATS:
             wanted = f"{E4M3FN.name}, or None for 16 bit"
-            raise InputError(f"attention: pv {self.pv!r:.40}, wanted {wanted}")
+            raise InputError(f"attention: pv {self.pv!r:.40}, expected {wanted}")
         if self.min_keys < 1:
-            raise InputError(f"attention: min_keys {self.min_keys}, wanted 1 or more")
+            raise InputError(f"attention: min_keys {self.min_keys}, expected 1 or more")
 
 
 def attend(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> Tensor | None:
@@ -76,7 +76,7 @@ def why_not(settings: AttentionSettings, heads: Heads) -> str:
     if v.shape[3] != columns:
         return "values have other heads"
     if torch.is_grad_enabled() and any(t.requires_grad for t in heads):
-        return "gradients are wanted"
+        return "gradients are enabled"
     return why_not_sizes(settings, keys, columns, q)
 
 

@@ -87,7 +87,7 @@ def install(model: nn.Module, static: Mapping[str, HeadShape]) -> set[str]:
         if heads != shape.heads:
             found = "no such attention module" if heads is None else f"{heads} heads"
             raise CheckpointError(
-                f"attention: {name}: {found}, wanted {shape.heads} heads; pack the model again"
+                f"attention: {name}: {found}, expected {shape.heads} heads; pack the model again"
             )
         modules[name].add_module(CHILD, HeadScales(shape))
     return {f"{name}.{CHILD}.{part}" for name in static for part in SHAPES}

@@ -71,7 +71,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
             found: Tensor = direct(x)
             return found
         if x.shape[-1] != self.k:
-            raise ShapeError(f"{self.name}: input {list(x.shape)}, wanted (..., {self.k})")
+            raise ShapeError(f"{self.name}: input {list(x.shape)}, expected (..., {self.k})")
         if isinstance(x, Normed):
             return self._multiply(x[:2], x.dtype).reshape(*x.shape[:-1], self.n)
         if self.scheme.activation is Activation.NONE:
@@ -309,7 +309,7 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc, override]  # a
         x = input
         channels = self.dense_shape[1]
         if x.ndim not in (3, 4) or x.shape[-3] != channels:
-            raise ShapeError(f"{self.name}: input {list(x.shape)}, wanted (B, {channels}, H, W)")
+            raise ShapeError(f"{self.name}: input {list(x.shape)}, expected (B, {channels}, H, W)")
         if x.ndim == 3:
             return self._batched_forward(x.unsqueeze(0)).squeeze(0)
         return self._batched_forward(x)

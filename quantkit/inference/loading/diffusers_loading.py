@@ -138,7 +138,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         if param_name.endswith(".weight") and current_param.numel() == loaded_param.numel():
             return True
         raise CheckpointError(
-            f"{self.files[0].parent}: {param_name}: shape {list(loaded_param.shape)}, wanted "
+            f"{self.files[0].parent}: {param_name}: shape {list(loaded_param.shape)}, expected "
             f"{list(current_param.shape)}; pack the model again"
         )
 

@@ -39,7 +39,7 @@ def check_dtype(dtype: object, where: str) -> torch.dtype:
     """
     if dtype not in COMPUTE_DTYPES:
         raise InputError(
-            f"{where}: torch_dtype {dtype}, wanted float16, bfloat16 or float32; packed weights "
+            f"{where}: torch_dtype {dtype}, expected float16, bfloat16 or float32; packed weights "
             "keep their own format whatever it is"
         )
     assert isinstance(dtype, torch.dtype)

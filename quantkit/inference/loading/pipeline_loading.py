@@ -103,7 +103,7 @@ def _folder(path: str | Path) -> Path:
         folder = _download(str(path))
     if not (folder / "model_index.json").is_file():
         raise ModelError(
-            f"{folder}: no model_index.json, wanted a pipeline directory; load a component alone "
+            f"{folder}: no model_index.json, expected a pipeline directory; load a component alone "
             "with its class, as UNet2DConditionModel.from_pretrained"
         )
     return folder

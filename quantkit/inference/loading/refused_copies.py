@@ -26,7 +26,7 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
         for model in (*args, *kwargs.values()):
             if hasattr(model, "named_modules") and next(iterate_packed(model), None) is not None:
                 raise InputError(
-                    f"{cls.__name__}.{method.__name__}: {type(model).__name__} is packed, wanted "
+                    f"{cls.__name__}.{method.__name__}: {type(model).__name__} is packed, expected "
                     "16-bit weights to copy; pass the 16-bit model that was packed, or "
                     "model.dequantize()"
                 )

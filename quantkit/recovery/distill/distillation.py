@@ -134,7 +134,7 @@ def recover(
         RecipeError: a recipe that cannot be trained, or offloading from a CPU.
     """
     if not task.prompts:
-        raise PromptError("no prompts, wanted at least one")
+        raise PromptError("no prompts, expected at least one")
     component = only_denoiser(task.model)
     kept = [] if task.masks is None else masked_layers(component, task.masks)
     quants = _quants(task, component, kept)

@@ -70,10 +70,10 @@ class DistillSettings:
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise RecipeError(f"recovery: {name} {value}, wanted at least 1")
+                raise RecipeError(f"recovery: {name} {value}, expected at least 1")
         if self.seconds is not None and not self.seconds > 0:
-            raise RecipeError(f"recovery: seconds {self.seconds:g}, wanted more than 0")
+            raise RecipeError(f"recovery: seconds {self.seconds:g}, expected more than 0")
         if not self.rate > 0:
-            raise RecipeError(f"recovery: rate {self.rate:g}, wanted more than 0")
+            raise RecipeError(f"recovery: rate {self.rate:g}, expected more than 0")
         if not 0 <= self.average < 1:
-            raise RecipeError(f"recovery: average {self.average:g}, wanted 0 <= average < 1")
+            raise RecipeError(f"recovery: average {self.average:g}, expected 0 <= average < 1")
