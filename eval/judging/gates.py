@@ -108,7 +108,7 @@ class Gate:
     note: str = ""
 
     @property
-    def wanted(self) -> str:
+    def expected(self) -> str:
         """The condition in words, as ``> 0.95``."""
         sign = ">" if self.better is Better.HIGHER else "<=" if self.metric == BROKEN else "<"
         return f"{sign} {self.limit:g}{' ' if self.unit else ''}{self.unit}"

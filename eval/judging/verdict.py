@@ -95,7 +95,7 @@ def headline(gates: tuple[Gate, ...]) -> str:
     if state is State.NOT_JUDGED:
         return "NOT JUDGED: no gate was measured"
     told = ", ".join(
-        f"{gate.title} {show(gate.found, gate.unit)} (wanted {gate.wanted})"
+        f"{gate.title} {show(gate.found, gate.unit)} (expected {gate.expected})"
         for gate in gates
         if gate.state is state
     )
@@ -123,19 +123,19 @@ def judge_gates(gates: tuple[Gate, ...], compression: Compression) -> str:
 
 def _held(gates: Sequence[Gate]) -> str:
     return ", ".join(
-        f"{gate.title} {show(gate.found, gate.unit)} ({gate.wanted})" for gate in gates
+        f"{gate.title} {show(gate.found, gate.unit)} ({gate.expected})" for gate in gates
     )
 
 
 def _failure(gate: Gate) -> str:
     assert gate.found is not None
     off = show(abs(gate.found - gate.limit), gate.unit)
-    return f"{gate.title} is {show(gate.found, gate.unit)}, wanted {gate.wanted} ({off} off)"
+    return f"{gate.title} is {show(gate.found, gate.unit)}, wanted {gate.expected} ({off} off)"
 
 
 def _question(gate: Gate) -> str:
     """Return why a gate is open, and how many prompts would decide it."""
-    found = f"{gate.title} {show(gate.found, gate.unit)} ({gate.wanted})"
+    found = f"{gate.title} {show(gate.found, gate.unit)} ({gate.expected})"
     if gate.interval is None:
         why = "one prompt has no interval"
     elif gate.interval.holds(gate.limit):

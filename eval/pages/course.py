@@ -4,21 +4,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic
 from typing import Any
 
 import numpy as np
 from quantkit.eval.judging.noise_floor import picture_names
 from quantkit.eval.measuring.backbones import Backbones
 from quantkit.eval.measuring.comparison import Comparison, compare
-from quantkit.eval.measuring.embedding import FIRST_SIDE, LIST_SIDE, Store, preview
+from quantkit.eval.measuring.embedding import FIRST_SIDE, LIST_SIDE, preview
 from quantkit.eval.measuring.number_format import show
 from quantkit.eval.measuring.pairs import Pair, Side, pair_numbers, pair_values, sort_keys
-from quantkit.eval.measuring.pictures import GAIN, Pairs, Pixels, to_pixels
-from quantkit.eval.pages.live import RELOAD_SECONDS, reason_of
+from quantkit.eval.measuring.pictures import Pairs, Pixels, to_pixels
+from quantkit.eval.pages.live import reason_of, running
+from quantkit.eval.pages.page import Gallery, Page, Plot, Plots, Section, Tile
 from quantkit.eval.pages.plots import plot_course
-from quantkit.eval.pages.rendering import render
-from quantkit.eval.pages.tiles import Tile
+from quantkit.eval.pages.rendering import to_html
+from quantkit.eval.pages.sections import made_section
 
 from quantkit._version import __version__
 from quantkit.recovery.distill.distillation import Look
@@ -106,9 +107,8 @@ class CoursePage:
             ended: why the training ended before its end; empty: it did not.
             done: the training is over and its result is written.
         """
-        page = render("course.html.j2", self._values(ended, done=done))
         with rewritten_file(self._path) as stage:
-            stage.write_text(page, encoding="utf-8")
+            stage.write_text(to_html(self._page(ended, done=done)), encoding="utf-8")
         self._written = monotonic()
 
     @contextmanager
@@ -123,25 +123,35 @@ class CoursePage:
         if self._written is not None:
             self.write(done=True)
 
-    def _values(self, ended: str, *, done: bool) -> dict[str, Any]:
-        running = not (ended or done)
-        return {
-            "name": self._facts.name,
-            "lines": self._facts.commands,
-            "lead": self._lead(ended, done=done),
-            "ended": ended,
-            "running": running,
-            "tiles": self._tiles(),
-            "plots": self._plots(),
-            "looks": len(self._seen),
-            "pairs": self._pairs(),
-            "sort_keys": sort_keys(self._result.comparison) if self._seen else (),
-            "store": Store(),
-            "gain": GAIN,
-            "reload": RELOAD_SECONDS,
-            "written": round(1000 * time()),
-            "version": __version__,
-        }
+    def _page(self, ended: str, *, done: bool) -> Page:
+        note = "This page loads itself again while the recovery runs."
+        if ended:
+            note = "This page will not change. A saved training goes on with `--resume`."
+        return Page(
+            title=f"Recovery of {self._facts.name} - quantkit",
+            heading=f"Recovery of {self._facts.name}",
+            lead=self._lead(ended, done=done),
+            state="not-judged",
+            tiles=self._tiles(),
+            sections=tuple(self._sections()),
+            running=None if done else running(note, ended=bool(ended)),
+        )
+
+    def _sections(self) -> Iterator[Section]:
+        if self._seen:
+            pairs, keys = self._pairs(), sort_keys(self._result.comparison)
+            yield Section(
+                "pictures",
+                "Pictures at every look",
+                (Gallery(pairs, keys, wide=True, course=True),),
+                f"{len(pairs)} prompts, the worst of the last look first; click one to compare it "
+                "with the original",
+                link=f"Pictures at {len(self._seen)} looks",
+                open=True,
+            )
+        if plots := tuple(self._plots()):
+            yield Section("curves", "Curves", (Plots(plots),), open=True)
+        yield made_section(self._facts.commands, f"quantkit {__version__}", over=False)
 
     def _lead(self, ended: str, *, done: bool) -> str:
         words = "Recovered" if done else f"Not finished ({ended})" if ended else "Recovering"
@@ -170,35 +180,27 @@ class CoursePage:
             tiles.append(Tile("Training", f"{last.step:,} steps", (f"{last.seconds:.0f} s",)))
         return tuple(tiles)
 
-    def _plots(self) -> list[dict[str, str]]:
-        """Return the curves of loss and pictures that have more than a point."""
-        plots = []
+    def _plots(self) -> Iterator[Plot]:
+        """Yield the curves of loss and pictures that have more than a point."""
         if len(self._seen) > 1:
             title = self._seen[0].title
             values = [seen.value for seen in self._seen]
             steps = [seen.step for seen in self._seen]
-            plots.append({
-                "svg": plot_course(steps, values, title=title, name="metric", log=False),
-                "caption": f"{title} of the pictures against the original's, at every look.",
-            })  # fmt: skip
+            svg = plot_course(steps, values, title=title, name="metric", log=False)
+            yield Plot(svg, f"{title} of the pictures against the original's, at every look.")
         if len(self._points) > 1:
             losses = [point.loss for point in self._points]
             steps = [point.step for point in self._points]
-            plots.append({
-                "svg": plot_course(steps, losses, title="loss", name="loss", log=True),
-                "caption": "Loss: mean squared error of the denoiser's answers.",
-            })  # fmt: skip
-        return plots
+            svg = plot_course(steps, losses, title="loss", name="loss", log=True)
+            yield Plot(svg, "Loss: mean squared error of the denoiser's answers.")
 
-    def _pairs(self) -> list[Pair]:
+    def _pairs(self) -> tuple[Pair, ...]:
         """Return a row for every prompt, the worst of the written look first."""
-        if not self._seen:
-            return []
         last = self._result.comparison
-        return [
+        return tuple(
             Pair(index, last.names[index], None, self._prompts[index], self._sides(index))
             for index in last.worst_first()
-        ]
+        )
 
     def _sides(self, index: int) -> tuple[Side, ...]:
         return (self._teacher[index], *(seen.sides[index] for seen in self._seen))

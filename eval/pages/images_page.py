@@ -9,14 +9,13 @@ from typing import Any
 from quantkit.eval.judging.gates import Gate, state_of
 from quantkit.eval.measuring.comparison import Comparison
 from quantkit.eval.measuring.embedding import Pictures, Store, store_pictures
-from quantkit.eval.measuring.pairs import PairView
+from quantkit.eval.measuring.pairs import PairView, look_first
 from quantkit.eval.measuring.pictures import Pairs
-from quantkit.eval.measuring.sample_statistics import RESAMPLES
-from quantkit.eval.pages.plots import plot_scores
-from quantkit.eval.pages.rendering import render
-from quantkit.eval.pages.report import picture_values, save_pairs
+from quantkit.eval.pages.page import Page, state_style
+from quantkit.eval.pages.rendering import to_html
+from quantkit.eval.pages.report import save_pairs
+from quantkit.eval.pages.sections import made_section, metrics_section, pictures_section
 from quantkit.eval.pages.sentences import lead
-from quantkit.eval.pages.tables import metric_rows
 from quantkit.eval.pages.tiles import comparison_tiles
 
 from quantkit._version import __version__
@@ -58,34 +57,36 @@ def write_images_page(
         save_pairs(pairs, stage / "images")
         text = json.dumps(values, indent=1, allow_nan=False, ensure_ascii=False)
         (stage / "report.json").write_text(text + "\n", encoding="utf-8")
-        store = store_pictures(pairs) if pictures is Pictures.INSIDE else Store()
-        view = PairView(pairs, comparison, (), pictures, store.lossy)
-        page = _page_values(comparison, gates) | picture_values(
-            view, store, comparison.worst_first()
-        )
-        page |= {"title": title, "lines": commands}
-        (stage / "report.html").write_text(render("images.html.j2", page), encoding="utf-8")
+        page = _page(comparison, gates, pairs, pictures, title, commands)
+        (stage / "report.html").write_text(to_html(page), encoding="utf-8")
 
 
-def _page_values(comparison: Comparison, gates: tuple[Gate, ...]) -> dict[str, Any]:
-    rows = metric_rows(comparison)
-    intervals = [row.summary.interval for row in rows if row.summary.interval is not None]
+def _page(  # noqa: PLR0917  what write_images_page was given
+    comparison: Comparison,
+    gates: tuple[Gate, ...],
+    pairs: Pairs,
+    pictures: Pictures,
+    title: str,
+    commands: Sequence[str],
+) -> Page:
+    store = store_pictures(pairs) if pictures is Pictures.INSIDE else Store()
+    view, order = PairView(pairs, comparison, (), pictures, store.lossy), comparison.worst_first()
     gate = next((gate for gate in gates if gate.metric == "ssim"), None)
-    ssim = plot_scores(comparison.scores["ssim"], gate, comparison.names)
-    return {
-        "lead": lead(gates) if gates else _without_gates(comparison),
-        "state": state_of(gates).value,
-        "gates": gates,
-        "tiles": comparison_tiles(comparison),
-        "metrics": rows,
-        "judges": (),
-        "noise_floor": (),
-        "resamples": RESAMPLES,
-        "interval_methods": ", ".join(sorted({row.method for row in intervals})) or "none",
-        "plots": {"metrics": [{"svg": ssim, "caption": "SSIM of every pair, worst first."}]},
-        "version": __version__,
-        "created": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-    }
+    created = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return Page(
+        title=f"{title} - quantkit pictures",
+        heading=title,
+        lead=lead(gates) if gates else _without_gates(comparison),
+        state=state_style(state_of(gates).value),
+        tiles=comparison_tiles(comparison),
+        groups=look_first(order, view.first),
+        sections=(
+            pictures_section(view, order, store, note=False),
+            metrics_section(comparison, gate),
+            made_section(commands, f"quantkit {__version__}, {created}"),
+        ),
+        store=store,
+    )
 
 
 def _without_gates(comparison: Comparison) -> str:

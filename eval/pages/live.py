@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import time
-from typing import Any
 
 from quantkit.eval.judging.noise_floor import picture_names
 from quantkit.eval.measuring.backbones import Backbones
@@ -13,11 +12,13 @@ from quantkit.eval.measuring.comparison import Comparison, compare, join
 from quantkit.eval.measuring.embedding import Pictures, Store
 from quantkit.eval.measuring.generation import GenerationSettings
 from quantkit.eval.measuring.number_format import show
-from quantkit.eval.measuring.pairs import PairView
+from quantkit.eval.measuring.pairs import Pair, PairView, Side, look_first
 from quantkit.eval.measuring.pictures import Pairs, Pixels, save_png
-from quantkit.eval.pages.rendering import render
-from quantkit.eval.pages.report import KIND, picture_values
-from quantkit.eval.pages.tiles import Tile, comparison_tiles
+from quantkit.eval.pages.page import Figures, Page, Running, Section, Tile
+from quantkit.eval.pages.rendering import to_html
+from quantkit.eval.pages.report import KIND
+from quantkit.eval.pages.sections import made_section, pictures_section
+from quantkit.eval.pages.tiles import comparison_tiles
 
 from quantkit._version import __version__
 from quantkit.progress import Progress
@@ -117,9 +118,8 @@ class LivePage:
         Args:
             ended: why nothing more will come; empty: it goes on.
         """
-        page = render("live.html.j2", self._values(ended))
         with rewritten_file(self._folder / _PAGE) as stage:
-            stage.write_text(page, encoding="utf-8")
+            stage.write_text(to_html(self._page(ended)), encoding="utf-8")
 
     def _save(self, side: str, start: int, pictures: Sequence[Pixels]) -> None:
         for name, picture in zip(self._names[start:], pictures, strict=False):
@@ -144,26 +144,49 @@ class LivePage:
         ssim = comparison.scores["ssim"].values[worst]
         return SoFar(len(comparison.names), len(self._names), name, ssim, original, packed, new)
 
-    def _values(self, ended: str) -> dict[str, Any]:
-        settings, done = self._facts.settings, len(self._packed)
-        waiting = range(done, len(self._originals))
-        return {
-            "title": self._facts.title,
-            "lines": self._facts.commands,
-            "done": done,
-            "total": len(self._names),
-            "ended": ended,
-            "step": self._step,
-            "tiles": self._tiles(),
-            "reload": RELOAD_SECONDS,
-            "written": round(1000 * time()),
-            "version": __version__,
-            "steps": settings.steps,
-            "waiting": [
-                (self._names[i], settings.prompts[i], self._originals[i].shape) for i in waiting
-            ],
-            **self._picture_values(),
-        }
+    def _page(self, ended: str) -> Page:
+        done, total, view = len(self._packed), len(self._names), self._view()
+        lead = f"{done} of {total} pictures so far; the verdict comes with the last."
+        note = f"Now: {self._step}. This page loads itself again while the evaluation runs."
+        if ended:
+            lead = f"Not finished ({ended}): {done} of {total} pictures, and no verdict."
+            note = "This page will not change: run the command again."
+        order = view.comparison.worst_first() if view else []
+        return Page(
+            title=f"{done} of {total}: {self._facts.title} - quantkit report",
+            heading=self._facts.title,
+            lead=lead,
+            state="not-judged",
+            tiles=self._tiles(),
+            groups=look_first(order, view.first) if view else (),
+            sections=tuple(self._sections(view, order)),
+            running=running(note, ended=bool(ended)),
+        )
+
+    def _sections(self, view: PairView | None, order: Sequence[int]) -> Iterator[Section]:
+        if view is not None:
+            section = pictures_section(view, order, Store(), note=False)
+            digest = f"{len(order)} of {len(self._names)}"
+            link = f"{len(order)} pairs so far"
+            yield replace(section, title="Pairs so far", digest=digest, link=link)
+        settings = self._facts.settings
+        if waiting := range(len(self._packed), len(self._originals)):
+            yield Section(
+                "waiting",
+                "Of the original alone",
+                (Figures(tuple(self._alone(index) for index in waiting)),),
+                f"{len(waiting)}, whose packed pictures are not made yet",
+                link=f"{len(waiting)} of the original alone",
+                open=True,
+            )
+        digest = f"quantkit {__version__}, {settings.steps} steps"
+        yield made_section(self._facts.commands, digest, over=False)
+
+    def _alone(self, index: int) -> Pair:
+        (height, width, _), name = self._originals[index].shape, self._names[index]
+        prompt, file = self._facts.settings.prompts[index], f"images/original/{name}.png"
+        alt = f"Original, pair {name}: {prompt}"
+        return Pair(index, name, None, prompt, (Side("original", file, "", (width, height), alt),))
 
     def _tiles(self) -> tuple[Tile, ...]:
         total = len(self._names)
@@ -174,13 +197,18 @@ class LivePage:
         )
         return (first, *comparison_tiles(join(self._measured))[1:]) if self._measured else (first,)
 
-    def _picture_values(self) -> dict[str, Any]:
+    def _view(self) -> PairView | None:
+        """Return the pairs so far; None before the first."""
         if not self._measured:
-            return {"groups": (), "pairs": [], "sort_keys": (), "store": Store(), "gain": 1}
-        comparison = join(self._measured)
+            return None
         # The files themselves: nothing is encoded again for every page.
-        view = PairView(self._pairs(0), comparison, self._facts.settings.seeds, Pictures.BESIDE)
-        return picture_values(view, Store(), comparison.worst_first())
+        comparison, seeds = join(self._measured), self._facts.settings.seeds
+        return PairView(self._pairs(0), comparison, seeds, Pictures.BESIDE)
+
+
+def running(note: str, *, ended: bool) -> Running:
+    """Return what a page says of its job, at this moment."""
+    return Running(note, round(1000 * time()), None if ended else RELOAD_SECONDS)
 
 
 @contextmanager

@@ -3,15 +3,15 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from quantkit.eval.judging.evaluation_result import Packing, Report
 from quantkit.eval.judging.gates import State
+from quantkit.eval.judging.noise_floor import FloorGap
 from quantkit.eval.judging.serialize import gates_json, plain
-from quantkit.eval.measuring.embedding import Store
 from quantkit.eval.measuring.number_format import show, show_bytes, show_difference, show_mean
 from quantkit.eval.measuring.pairs import (
     Pair,
@@ -21,11 +21,25 @@ from quantkit.eval.measuring.pairs import (
     pair_values,
     sort_keys,
 )
-from quantkit.eval.measuring.pictures import GAIN
 from quantkit.eval.measuring.sample_statistics import Summary
-from quantkit.eval.pages.rendering import render
+from quantkit.eval.pages.markdown import to_markdown
+from quantkit.eval.pages.page import (
+    Card,
+    Cell,
+    Gallery,
+    Page,
+    Part,
+    Row,
+    Section,
+    Table,
+    Text,
+    Tile,
+    state_style,
+)
+from quantkit.eval.pages.rendering import to_html
+from quantkit.eval.pages.sections import SAME_BACKBONE, made_section
 from quantkit.eval.pages.sentences import headline, lead
-from quantkit.eval.pages.tiles import Tile, picture_tile, size_share
+from quantkit.eval.pages.tiles import picture_tile, size_share
 
 from quantkit.errors import InputError
 
@@ -140,8 +154,8 @@ def write_methods(
     folder: Path,
     commands: Sequence[str],
     *,
-    template: str = "methods.html.j2",
-    seconds: float | None = None,
+    title: str = "",
+    facts: str = "",
 ) -> None:
     """Write index.html, methods.md and methods.json beside the reports' folders.
 
@@ -149,51 +163,91 @@ def write_methods(
         methods: made on one original, with the same prompts and seeds.
         folder: exists, and holds every method's folder.
         commands: what a reader types to make the page again.
-        template: of index.html.
-        seconds: how long all of it took, for a page that says so.
+        title: of a page that has its own.
+        facts: of it, how pictures were made.
     """
-    values = {
-        **page_values(methods, folder),
-        "commands": commands,
-        "lines": commands,
-        "seconds": seconds,
-    }
     text = json.dumps(to_json(methods), indent=1, allow_nan=False, ensure_ascii=False)
     (folder / "methods.json").write_text(text + "\n", encoding="utf-8")
-    (folder / "methods.md").write_text(render("methods.md.j2", values), encoding="utf-8")
-    (folder / "index.html").write_text(render(template, values), encoding="utf-8")
+    page = _page(methods, folder, commands)
+    if title:
+        page = replace(page, title=title, heading=title, facts=facts)
+    (folder / "methods.md").write_text(to_markdown(page), encoding="utf-8")
+    (folder / "index.html").write_text(to_html(page), encoding="utf-8")
 
 
-def page_values(methods: Sequence[Method], folder: Path) -> dict[str, Any]:
-    """Return what the templates of the table and of the pictures want.
-
-    Args:
-        methods: made on one original.
-        folder: where the page will stand, beside the reports' folders.
-    """
-    report, pairs = methods[0].report, _pairs(methods, _picture_size(folder / methods[0].folder))
-    by_index = {pair.index: pair for pair in pairs}
-    return {
-        "methods": methods,
-        "first": report,
-        "lead": _lead(methods),
-        "method_tiles": [
-            (method, headline(method.report.gates), _tile(method)) for method in methods
-        ],
-        "headings": headings(methods),
-        "rows": [(cells(method), method) for method in methods],
-        "floors": _floor_rows(report),
-        "floor_span": COLUMNS.index("SSIM"),
-        "groups": look_first([pair.index for pair in pairs], by_index.__getitem__),
-        "pairs": pairs,
-        "picks": [method.name for method in methods],
-        "sort_keys": sort_keys(report.comparison),
-        "store": Store(),
-        "gain": GAIN,
-        "text_columns": TEXT_COLUMNS,
+def _page(methods: Sequence[Method], folder: Path, commands: Sequence[str]) -> Page:
+    first, pairs = methods[0].report, _pairs(methods, _picture_size(folder / methods[0].folder))
+    by_index, run = {pair.index: pair for pair in pairs}, first.run
+    return Page(
+        title=f"{len(methods)} packed pipelines - quantkit",
+        heading=f"{len(methods)} packed pipelines against one original",
+        lead=_lead(methods),
+        state="",
+        facts=f"{len(run.prompts)} prompts, {run.steps} steps, same seeds, computed in {run.dtype} "
+        f"on {run.device}.",
+        tiles=tuple(map(_tile, methods)),
         # one machine, one cause: the same line would stand there once per method
-        "warnings": sorted({line for method in methods for line in method.report.warnings}),
-    }
+        warnings=tuple(sorted({line for m in methods for line in m.report.warnings})),
+        groups=look_first([pair.index for pair in pairs], by_index.__getitem__),
+        wide=True,
+        picks=tuple(method.name for method in methods),
+        sections=_sections(methods, pairs, commands),
+    )
+
+
+def _sections(
+    methods: Sequence[Method], pairs: tuple[Pair, ...], commands: Sequence[str]
+) -> tuple[Section, ...]:
+    first, count = methods[0].report, len(pairs)
+    gallery = Gallery(pairs, sort_keys(first.comparison), wide=True)
+    sorts, numbers = f"{count}, sorted and filtered by any metric", "every number with its interval"
+    original = Text(f"Original: `{first.original.path}`")
+    digest = f"quantkit {first.quantkit_version}, {first.created}"
+    return (
+        Section("pictures", "All prompts", (gallery,), sorts, f"All {count} prompts", open=True),
+        Section("table", "Table of methods", _table(methods), numbers, "Table", open=True),
+        Section("why", "Verdicts", tuple(map(_card, methods)), "in full"),
+        made_section(commands, digest, before=(original,)),
+    )
+
+
+def _table(methods: Sequence[Method]) -> tuple[Part, ...]:
+    first, titles = methods[0].report, headings(methods)
+    numbers = [index for index, title in enumerate(titles) if title not in TEXT_COLUMNS]
+    rows: tuple[Row, ...] = tuple((Cell(m.name, folder=m.folder), *cells(m)[1:]) for m in methods)
+    floors = tuple(_floor_row(gap) for gap in first.noise_floor)
+    note = (
+        f"Means over {len(first.run.prompts)} prompts with 95 % bootstrap intervals. "
+        f"{'The noise floor is what the original does to its own pictures. ' if floors else ''}"
+        f"{SAME_BACKBONE}"
+    )
+    table = Table("Table of methods", titles, rows, numbers, floors, style="wide methods")
+    return table, Text(note, "soft")
+
+
+def _floor_row(gap: FloorGap) -> Row:
+    """Return what the original does to its own pictures."""
+    found, numbers = gap.floor.comparison, ["-"] * 4
+    if found is not None:
+        lpips, clip = found.scores.get("lpips"), found.clip
+        numbers = [
+            show_mean(found.scores["ssim"].summary),
+            "-" if lpips is None else show_mean(lpips.summary),
+            "-" if clip is None else _clip_change(clip.change, clip.loss),
+            show_mean(found.scores["psnr"].summary),
+        ]
+    first = Cell(
+        f"noise floor: the original with {gap.floor.title}",
+        span=COLUMNS.index("SSIM"),
+        style="words",
+    )
+    return (first, *numbers, Cell("", span=2))
+
+
+def _card(method: Method) -> Card:
+    report, failed = method.report, method.report.state is State.FAILED
+    texts = (report.verdict, *([method.remark] if method.remark and failed else []))
+    return Card(method.name, method.folder, state_style(report.state.value), texts)
 
 
 def _lead(methods: Sequence[Method]) -> str:
@@ -208,15 +262,18 @@ def _lead(methods: Sequence[Method]) -> str:
 
 def _tile(method: Method) -> Tile:
     """Return a method's size, its pictures, and what its gates say."""
-    report = method.report
-    pictures = picture_tile(report.comparison)
+    report, failed = method.report, method.report.state is State.FAILED
+    notes = (
+        lead(report.gates).partition(": ")[2],
+        *([method.remark] if method.remark and failed else []),
+    )
     return Tile(
         method.name,
-        f"{size_share(report)}, {pictures.value}",
-        (
-            lead(report.gates).partition(": ")[2],
-            *([method.remark] if method.remark and report.state is State.FAILED else []),
-        ),
+        f"{size_share(report)}, {picture_tile(report.comparison).value}",
+        notes,
+        method.folder,
+        state_style(report.state.value),
+        headline(report.gates),
     )
 
 
@@ -271,24 +328,6 @@ def _clip_change(change: Summary, loss: Summary) -> str:
     return f"{0.0 - loss.mean:+.3g}{tail} %"
 
 
-def _floor_rows(report: Report) -> list[tuple[str, ...]]:
-    """Return what the original does to its own pictures, one line per noise floor."""
-    rows: list[tuple[str, ...]] = []
-    for gap in report.noise_floor:
-        found = gap.floor.comparison
-        if found is None:
-            rows.append((gap.floor.title, "-", "-", "-", "-"))
-            continue
-        lpips, clip = found.scores.get("lpips"), found.clip
-        rows.append((
-            gap.floor.title, show_mean(found.scores["ssim"].summary),
-            "-" if lpips is None else show_mean(lpips.summary),
-            "-" if clip is None else _clip_change(clip.change, clip.loss),
-            show_mean(found.scores["psnr"].summary),
-        ))  # fmt: skip
-    return rows
-
-
 def _picture_size(report: Path) -> tuple[int, int]:
     """Return width and height of a report's pictures, in pixels."""
     from PIL import Image
@@ -297,12 +336,12 @@ def _picture_size(report: Path) -> tuple[int, int]:
         return picture.width, picture.height
 
 
-def _pairs(methods: Sequence[Method], size: tuple[int, int]) -> list[Pair]:
+def _pairs(methods: Sequence[Method], size: tuple[int, int]) -> tuple[Pair, ...]:
     """Return the prompts, the one with the lowest SSIM of any method first."""
     values = [method.report.comparison.scores["ssim"].values for method in methods]
     names, run = methods[0].report.comparison.names, methods[0].report.run
     order = sorted(range(len(names)), key=lambda index: min(row[index] for row in values))
-    return [
+    return tuple(
         Pair(
             i,
             names[i],
@@ -311,7 +350,7 @@ def _pairs(methods: Sequence[Method], size: tuple[int, int]) -> list[Pair]:
             (_original(methods[0], i, size), *(_side(method, i, size) for method in methods)),
         )
         for i in order
-    ]
+    )
 
 
 def _original(method: Method, index: int, size: tuple[int, int]) -> Side:

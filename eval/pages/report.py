@@ -1,37 +1,40 @@
 """Writing a report: pictures, report.json, report.md and report.html."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from quantkit.eval.judging.evaluation_result import Report
+from quantkit.eval.judging.gates import Gate
 from quantkit.eval.measuring.embedding import Pictures, Store, store_pictures
-from quantkit.eval.measuring.pairs import PairView, look_first, sort_keys
-from quantkit.eval.measuring.pictures import GAIN, Pairs, save_png
-from quantkit.eval.measuring.sample_statistics import RESAMPLES
-from quantkit.eval.pages.network_map import map_network, worst_layers
-from quantkit.eval.pages.plots import plot_layer_errors, plot_scores, plot_steps
-from quantkit.eval.pages.rendering import render
-from quantkit.eval.pages.sentences import headline, kernel_sentence, lead
-from quantkit.eval.pages.tables import judge_rows, metric_rows, step_rows
-from quantkit.eval.pages.tiles import report_tiles, size_share
+from quantkit.eval.measuring.number_format import show
+from quantkit.eval.measuring.pairs import PairView, look_first
+from quantkit.eval.measuring.pictures import Pairs, save_png
+from quantkit.eval.pages.layer_sections import attention_section, layers_section
+from quantkit.eval.pages.markdown import to_markdown
+from quantkit.eval.pages.page import (
+    Cell,
+    Heading,
+    Page,
+    Part,
+    Plot,
+    Plots,
+    Row,
+    Section,
+    Table,
+    Text,
+    state_style,
+)
+from quantkit.eval.pages.plots import plot_steps
+from quantkit.eval.pages.rendering import to_html
+from quantkit.eval.pages.sections import made_section, metrics_section, pictures_section
+from quantkit.eval.pages.sentences import gate_remark, headline, kernel_sentence, lead
+from quantkit.eval.pages.tiles import report_tiles
 
 from quantkit.storage.files import staged_directory
 
-if TYPE_CHECKING:
-    from quantkit.eval.measuring.step_errors import StepErrors
-
 #: What the marker calls the output.
 KIND = "report"
-#: More prompts than this are not in report.md: it would be a page of pictures.
-MARKDOWN_COUNT = 24
-
-LAYER_COLUMNS = (
-    ("#", "n"), ("Layer", ""), ("Kind", ""), ("Shape", ""), ("Format", ""), ("Weight error", "n"),
-    ("Output error", "n"), ("Kernel deviation", "n"), ("Bytes before", "n"), ("After", "n"),
-    ("Backend", ""),
-)  # fmt: skip
 
 
 def write_report(
@@ -56,12 +59,11 @@ def write_report(
     """
     with staged_directory(output, kind=KIND, force=force) as stage:
         save_pairs(pairs, stage / "images")
-        values = _template_values(report, pairs, pictures)
         text = json.dumps(report.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
         (stage / "report.json").write_text(text + "\n", encoding="utf-8")
-        for name in ("report.md", "report.html"):
-            page = render(f"{name}.j2", {"report": report, **values})
-            (stage / name).write_text(page, encoding="utf-8")
+        page = report_page(report, pairs, pictures)
+        (stage / "report.md").write_text(to_markdown(page), encoding="utf-8")
+        (stage / "report.html").write_text(to_html(page), encoding="utf-8")
 
 
 def save_pairs(pairs: Pairs, folder: Path) -> None:
@@ -71,85 +73,127 @@ def save_pairs(pairs: Pairs, folder: Path) -> None:
             save_png(picture, folder / side / f"{name}.png")
 
 
-def picture_values(view: PairView, store: Store, order: Sequence[int]) -> dict[str, Any]:
-    """Return what the templates of pictures want, of one report or of two folders.
-
-    Args:
-        view: the pairs.
-        store: their pictures, when the page holds them.
-        order: positions of the pairs, the worst first.
-    """
-    return {
-        "groups": look_first(order, view.first),
-        "pairs": [view.listed(index) for index in order],
-        "sort_keys": sort_keys(view.comparison),
-        "store": store,
-        "gain": GAIN,
-        "inside": view.pictures is Pictures.INSIDE,
-    }
-
-
-def _template_values(report: Report, pairs: Pairs, pictures: Pictures) -> dict[str, Any]:
-    rows = metric_rows(report.comparison, report.noise_floor)
-    intervals = [row.summary.interval for row in rows if row.summary.interval is not None]
+def report_page(report: Report, pairs: Pairs, pictures: Pictures) -> Page:
+    """Return the page of a report."""
     store = store_pictures(pairs) if pictures is Pictures.INSIDE else Store()
     view = PairView(pairs, report.comparison, report.run.seeds, pictures, store.lossy)
-    return {
-        **picture_values(view, store, report.pictures.order),
-        "headline": headline(report.gates),
-        "lead": lead(report.gates),
-        "tiles": report_tiles(report),
-        "ratio": size_share(report),
-        "packed_layers": report.packing.packed,
-        "kernel_sentence": kernel_sentence(report),
-        "metrics": rows,
-        "judges": judge_rows(report.comparison, report.noise_floor),
-        "interval_methods": ", ".join(sorted({row.method for row in intervals})) or "none",
-        "resamples": RESAMPLES,
-        "markdown_count": MARKDOWN_COUNT,
-        "plots": _plots(report),
-        "steps": step_rows(report.timesteps, report.noise_floor),
-        "layer_columns": LAYER_COLUMNS,
-        "network": map_network(report.layers),
-        "worst_layers": worst_layers(report.layers),
-        "noise_floor": report.noise_floor,
-        "guidance": "of the pipeline" if report.run.guidance is None else report.run.guidance,
-    }
+    return Page(
+        title=f"{report.title} - quantkit report",
+        heading=report.title,
+        lead=lead(report.gates),
+        state=state_style(report.state.value),
+        tiles=report_tiles(report),
+        warnings=report.warnings,
+        groups=look_first(report.pictures.order, view.first),
+        sections=tuple(_sections(report, view, store)),
+        store=store,
+    )
 
 
-def _plots(report: Report) -> dict[str, list[dict[str, str]]]:
-    """Return the drawings by the section that they stand in."""
-    scores, gates = report.comparison.scores, {gate.metric: gate for gate in report.gates}
-    floor = next((gap.floor for gap in report.noise_floor if gap.floor.comparison), None)
-    ssim = plot_scores(scores["ssim"], gates.get("ssim"), report.comparison.names, floor)
-    layers = [] if report.quantized_by else [{
-        "svg": plot_layer_errors(report.layers),
-        "caption": "Relative error of every packed layer: weight, output, kernel.",
-    }]  # fmt: skip
-    return {
-        "metrics": [
-            {"svg": ssim, "caption": "SSIM of every prompt, worst first, with mean and gate."}
-        ],
-        "layers": layers,
-        "steps": _step_plots(report),
-    }
+def _sections(report: Report, view: PairView, store: Store) -> Iterator[Section]:
+    gates = {gate.metric: gate for gate in report.gates}
+    yield pictures_section(view, report.pictures.order, store, note=True)
+    yield _verdict(report)
+    yield metrics_section(report.comparison, gates.get("ssim"), report.noise_floor, unit="prompt")
+    if report.layers:
+        yield layers_section(report)
+    if report.attention_formats:
+        yield attention_section(report)
+    yield _steps(report)
+    yield _kernels(report)
+    yield _made(report)
 
 
-def _step_plots(report: Report) -> list[dict[str, str]]:
+def _verdict(report: Report) -> Section:
+    advice = [
+        Text(f"{step.what}{f': `{step.command}`' if step.command else ''}")
+        for step in report.next_steps
+    ]
+    titles = ("Gate", "Result", "Mean", "Expected", "Remark")
+    table = Table("Gates", titles, tuple(map(_gate, report.gates)), numbers=(2, 3))
+    parts: tuple[Part, ...] = (
+        Text(report.verdict),
+        *([Heading("What to do next")] * bool(advice)),
+        *advice,
+        table,
+    )
+    return Section("why", "Verdict", parts, headline(report.gates))
+
+
+def _gate(gate: Gate) -> Row:
+    words = {None: gate.state.value, True: "\u2713 passes", False: "\u2717 fails"}[gate.passed]
+    result = Cell(words, style={None: "", True: "good", False: "bad"}[gate.passed])
+    return (gate.title, result, show(gate.found, gate.unit), gate.expected, gate_remark(gate))
+
+
+def _steps(report: Report) -> Section:
+    steps, gaps = report.timesteps, report.noise_floor
+    runs = (steps.divergence, steps.local, *(gap.floor.divergence for gap in gaps))
+    titles = (
+        "Step", "Timestep", "Divergence", "Local error",
+        *(f"Divergence: {gap.floor.title}" for gap in gaps),
+    )  # fmt: skip
+    measured = steps.local or steps.divergence
+    rows = tuple(
+        (str(i + 1), show(step), *("-" if run is None else show(run.mean[i]) for run in runs))
+        for i, step in enumerate(measured.timesteps if measured else ())
+    )
+    table = Table("Error over the steps", titles, rows, range(len(titles)), style="")
+    note = Text(f"NMSE after every step, mean over prompts; {steps.note}.", "soft")
+    parts: tuple[Part, ...] = (Plots(tuple(_step_plots(report))), *([table] * bool(rows)), note)
+    return Section("steps", "Error over the steps", parts, steps.note, link="Steps")
+
+
+def _step_plots(report: Report) -> Iterator[Plot]:
     divergence, local = report.timesteps.divergence, report.timesteps.local
-    plots = []
     if divergence is not None:
         floors = {g.floor.title: g.floor.divergence for g in report.noise_floor}
-        lines: dict[str, StepErrors | None] = {"packed": divergence, **floors}
-        plots.append({
-            "svg": plot_steps(lines, name="divergence"),
-            "caption": "Divergence: NMSE between the latents of two runs from one noise, after "
-            "every step; mean over prompts, the band from the lower to the upper quartile.",
-        })  # fmt: skip
+        yield Plot(
+            plot_steps({"packed": divergence, **floors}, name="divergence"),
+            "Divergence: NMSE between the latents of two runs from one noise, after every step; "
+            "mean over prompts, the band from the lower to the upper quartile.",
+        )
     if local is not None:
-        plots.append({
-            "svg": plot_steps({"packed": local}, name="local"),
-            "caption": "Error of every step by itself: NMSE of the packed denoiser's answer on the "
-            "original's own latents; mean and quartiles over the rows of the batch.",
-        })  # fmt: skip
-    return plots
+        yield Plot(
+            plot_steps({"packed": local}, name="local"),
+            "Error of every step by itself: NMSE of the packed denoiser's answer on the original's "
+            "own latents; mean and quartiles over the rows of the batch.",
+        )
+
+
+def _kernels(report: Report) -> Section:
+    rows = tuple(
+        (call.op, Cell(call.variant, style="code"), call.backend, str(call.count))
+        for call in report.kernels.calls
+    )
+    titles = ("Operation", "Variant", "Backend", "Calls")
+    table = Table("Kernel calls", titles, rows, numbers=(3,), style="")
+    parts: tuple[Part, ...] = (Text(kernel_sentence(report)), *([table] * bool(rows)))
+    return Section("kernels", "Kernels", parts, report.computed_by or "none")
+
+
+def _made(report: Report) -> Section:
+    run = report.run
+    guidance = "of the pipeline" if run.guidance is None else run.guidance
+    told = Text(
+        f"The packed pipeline against its original on {len(run.prompts)} prompts, same seeds, "
+        f"{run.steps} steps, both computed in {run.dtype} on {run.device}."
+    )
+    generation = (
+        f"{len(run.prompts)} prompts, seeds {run.seeds[0]} to {run.seeds[-1]}, {run.steps} steps, "
+        f"guidance {guidance}, {run.batch} at a time"
+    )
+    seconds = (
+        f"original {run.original_seconds:.1f} s, packed {run.packed_seconds:.1f} s; "
+        f"{run.timing_note}"
+    )
+    files = (("original", report.original), ("packed", report.packed))
+    rows: tuple[Row, ...] = (
+        *((n, Cell(f.path, f"weights SHA-256 `{f.digest}`", style="code")) for n, f in files),
+        ("generation", generation),
+        ("time", seconds),
+        *report.environment,
+    )
+    digest = f"quantkit {report.quantkit_version}, {report.created}"
+    circumstances = Table("Circumstances", (), rows, style="")
+    return made_section(report.commands, digest, before=(told,), after=(circumstances,))

@@ -32,7 +32,7 @@ def lead(gates: Sequence[Gate]) -> str:
     told = [gate for gate in gates if gate.state is state]
     numbers = ", ".join(
         # The network's name stands in the tables.
-        f"{gate.title.partition(' [')[0]} {show(gate.found, gate.unit)} (wanted {gate.wanted})"
+        f"{gate.title.partition(' [')[0]} {show(gate.found, gate.unit)} (expected {gate.expected})"
         for gate in told
     )
     needed = [gate.prompts_needed for gate in told if gate.prompts_needed]

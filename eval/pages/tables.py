@@ -1,8 +1,7 @@
-"""The rows of a report's tables, as values: metrics beside their noise floors."""
+"""Rows of the table of metrics: each metric beside its noise floors."""
 
 from dataclasses import dataclass
 
-from quantkit.eval.judging.evaluation_result import Timesteps
 from quantkit.eval.judging.noise_floor import FloorGap
 from quantkit.eval.judging.verdict import Standing, standing_to
 from quantkit.eval.measuring.comparison import ClipScores, Comparison
@@ -80,62 +79,3 @@ def _pair_cell(metric: str, gap: FloorGap) -> FloorCell:
 def _cell(metric: str, value: Summary, gap: FloorGap) -> FloorCell:
     difference = gap.differences[metric]
     return FloorCell(value, difference, standing_to(gap, metric))
-
-
-@dataclass(frozen=True)
-class JudgeRow:
-    """What one judge makes of the pictures, and of each noise floor's."""
-
-    title: str
-    source: str
-    better: str
-    #: None: not measured, as the note says
-    packed: Summary | None
-    #: packed - original, paired by prompt; None for what takes pairs or sets
-    change: Summary | None
-    #: of the noise floors, in their order: the change, or where there is none the value
-    floors: tuple[Summary | None, ...]
-    note: str
-
-
-def judge_rows(comparison: Comparison, gaps: tuple[FloorGap, ...] = ()) -> list[JudgeRow]:
-    """Return a line for every judge that was asked."""
-    floors = [gap.floor.comparison for gap in gaps]
-    return [
-        JudgeRow(
-            found.judge.title,
-            found.source,
-            "higher" if found.judge.higher_is_better else "lower",
-            found.summary if found.packed else None,
-            found.change,
-            tuple(None if floor is None else _told(floor, index) for floor in floors),
-            found.note,
-        )
-        for index, found in enumerate(comparison.judgements)
-    ]
-
-
-def _told(floor: Comparison, index: int) -> Summary | None:
-    found = floor.judgements[index]
-    return (found.change or found.summary) if found.packed else None
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """One denoising step: NMSE of packed, of the packed denoiser alone, of each noise floor."""
-
-    timestep: float
-    values: tuple[float | None, ...]
-
-
-def step_rows(timesteps: Timesteps, gaps: tuple[FloorGap, ...]) -> list[StepRow]:
-    """Return the mean errors of every step; empty when none were measured."""
-    measured = timesteps.local or timesteps.divergence
-    if measured is None:
-        return []
-    runs = [timesteps.divergence, timesteps.local, *(gap.floor.divergence for gap in gaps)]
-    means = [None if run is None else run.mean for run in runs]
-    return [
-        StepRow(timestep, tuple(None if mean is None else mean[index] for mean in means))
-        for index, timestep in enumerate(measured.timesteps)
-    ]

@@ -1,23 +1,13 @@
 """The four tiles that stand under the verdict: size, pictures, speed and memory, kernels."""
 
-from dataclasses import dataclass
-
 from quantkit.eval.judging.evaluation_result import Report
 from quantkit.eval.judging.noise_floor import FloorGap
 from quantkit.eval.measuring.comparison import Comparison
 from quantkit.eval.measuring.number_format import show, show_bytes, show_difference, show_interval
+from quantkit.eval.pages.page import Tile
 
 #: Backends whose times say nothing about a kernel's speed.
 _SLOW_BY_NATURE = ("host", "reference")
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One fact in large letters, with what it takes to read it."""
-
-    title: str
-    value: str
-    notes: tuple[str, ...] = ()
 
 
 def report_tiles(report: Report) -> tuple[Tile, ...]:

@@ -90,13 +90,13 @@ def _judged_floor(comparison: "Comparison | None", index: int) -> str:
 
 
 def print_gates(gates: "tuple[Gate, ...]") -> None:
-    """Print what each gate wanted and found."""
+    """Print what each gate expects, and the mean."""
     from quantkit.eval.measuring.number_format import show, show_interval
 
     rows = [
         (
             gate.title,
-            gate.wanted,
+            gate.expected,
             show(gate.found, gate.unit),
             show_interval(gate.interval),
             gate.state.value,

@@ -72,7 +72,11 @@ def test_drawn_pictures_are_told_apart(world):
     assert np.mean(found.resemblance.distances[8:]) == pytest.approx(1.0, abs=0.2)
     assert np.mean(found.resemblance.matches[8:]) == pytest.approx(0.0, abs=0.25)
     (gate,) = judge(found, ONLY_BROKEN, Compression.QUANTIZED)
-    assert (gate.state, gate.found, gate.wanted) == (State.FAILED, pytest.approx(100 / 3), "<= 0 %")
+    assert (gate.state, gate.found, gate.expected) == (
+        State.FAILED,
+        pytest.approx(100 / 3),
+        "<= 0 %",
+    )
     assert gate.note == "4 of 12; of all prompts up to 65.1 %"
     assert judge(found, replace(ONLY_BROKEN, broken=20.0), Compression.BOTH)[0].state is (
         State.UNDECIDED

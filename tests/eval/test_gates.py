@@ -92,7 +92,7 @@ def test_gates_compare_the_mean_strictly():
     assert passed(below)
     assert state_of(above) is State.FAILED
     assert below[1].title == "LPIPS [two stages]"
-    assert below[2].wanted == "< 50 %"
+    assert below[2].expected == "< 50 %"
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 7])

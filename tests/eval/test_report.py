@@ -17,8 +17,8 @@ from quantkit.eval.measuring.embedding import Pictures
 from quantkit.eval.measuring.number_format import show, show_difference, show_interval, show_mean
 from quantkit.eval.measuring.pictures import match_folders, read_image
 from quantkit.eval.measuring.sample_statistics import Interval, summarize
-from quantkit.eval.pages.rendering import code_span, escape_markdown
-from quantkit.eval.pages.report import MARKDOWN_COUNT, write_report
+from quantkit.eval.pages.markdown import MOST_PAIRS, code_span, escape_markdown
+from quantkit.eval.pages.report import write_report
 from quantkit.eval.pages.sentences import gate_remark, headline, kernel_sentence, lead
 
 from quantkit.errors import OutputError
@@ -186,8 +186,8 @@ def test_markdown_tables_have_as_many_cells_as_headings(written):
         tables += width is None and cells is not None
         assert cells is None or width is None or cells == width, line
         width = cells
-    assert tables == 7
-    assert lines[2].startswith("**Undecided.** Quantized weights are undecided. SSIM")
+    assert tables == 10
+    assert lines[2].startswith("**Undecided: SSIM")
     for i, line in enumerate(lines):
         assert not line.startswith("#") or i == 0 or lines[i - 1] == "", line
 
@@ -224,20 +224,20 @@ def test_a_report_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
         raise RuntimeError("no plots today")
 
     pairs = made()
-    monkeypatch.setattr("quantkit.eval.pages.report.plot_layer_errors", fail)
+    monkeypatch.setattr("quantkit.eval.pages.layer_sections.plot_layer_errors", fail)
     with pytest.raises(RuntimeError, match="no plots today"):
         write_report(made_report(pairs), pairs, tmp_path / "report", force=False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_every_pair_is_on_the_page_and_the_first_in_the_markdown(tmp_path):
-    pairs = made(MARKDOWN_COUNT + 2, sigma=0.2)
+    pairs = made(MOST_PAIRS + 2, sigma=0.2)
     write_report(made_report(pairs), pairs, tmp_path / "r", force=False)
     text = (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
-    assert text.count('id="pair-') == MARKDOWN_COUNT + 2
+    assert text.count('id="pair-') == MOST_PAIRS + 2
     markdown = (tmp_path / "r" / "report.md").read_text(encoding="utf-8")
-    assert markdown.count("![original]") == MARKDOWN_COUNT
-    assert len(list((tmp_path / "r" / "images" / "packed").iterdir())) == MARKDOWN_COUNT + 2
+    assert markdown.count("![original]") == MOST_PAIRS
+    assert len(list((tmp_path / "r" / "images" / "packed").iterdir())) == MOST_PAIRS + 2
 
 
 def test_pictures_beside_the_page_are_the_measured_files(tmp_path):
@@ -272,8 +272,7 @@ def test_what_another_tool_did_is_shown_as_it_is_written(tmp_path):
     assert "<script>alert" not in page
     assert "no kernel of quantkit ran" in page
     text = (tmp_path / "r" / "report.md").read_text(encoding="utf-8")
-    for heading in ("Layers", "Kernels"):
-        assert f"## {heading}" not in text
+    assert "## Layers" not in text
     for missing in ("computed the packed layers", "largest deviation", "No packed"):
         assert missing not in page + text
     found = json.loads((tmp_path / "r" / "report.json").read_text())
@@ -297,7 +296,7 @@ def test_verdict_names_what_passes_fails_and_was_not_measured():
     assert headline(made_report(made(3), Limits(ssim=0.0)).gates) == "Undecided."
     assert re.match(r"Quantized weights pass: SSIM 0\.\d+ \(> 0\)\. ", good.verdict)
     mean = show(good.comparison.scores["ssim"].summary.mean)
-    assert lead(good.gates) == f"Passed: SSIM {mean} (wanted > 0)."
+    assert lead(good.gates) == f"Passed: SSIM {mean} (expected > 0)."
     none = made_report(pairs, Limits(ssim=None))
     assert lead(none.gates) == "Not judged: no gate was measured."
     assert not none.passed
@@ -397,14 +396,12 @@ def test_every_html_template_is_escaped():
     safe = []
     for name in loader.list_templates():
         if name.endswith(".j2"):
-            assert name.endswith((".html.j2", ".md.j2")), f"{name}: escaped how?"
+            assert name.endswith(".html.j2"), f"{name}: escaped how?"
             tree = environment.parse(loader.get_source(environment, name)[0])
             safe += [(name, f.node) for f in tree.find_all(nodes.Filter) if f.name == "safe"]
             assert not list(tree.find_all(nodes.ScopedEvalContextModifier))
     # Drawn by quantkit.eval.pages.plots, whose text matplotlib escapes.
-    assert [(name, getattr(node, "attr", None)) for name, node in safe] == [
-        ("macros.html.j2", "svg")
-    ]
+    assert [(name, getattr(node, "attr", None)) for name, node in safe] == [("page.html.j2", "svg")]
 
 
 def test_a_hostile_prompt_and_path_are_text_in_every_page(tmp_path):

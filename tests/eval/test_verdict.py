@@ -336,8 +336,8 @@ def test_the_paragraph_has_gates_floor_clip_and_worst_in_this_order():
 @pytest.mark.parametrize(
     ("ssim", "limits", "wanted"),
     [
-        (BASE, Limits(0.95, None, None), "PASS: SSIM 0.98 (wanted > 0.95)"),
-        (BASE, Limits(0.99, None, None), "FAIL: SSIM 0.98 (wanted > 0.99)"),
+        (BASE, Limits(0.95, None, None), "PASS: SSIM 0.98 (expected > 0.95)"),
+        (BASE, Limits(0.99, None, None), "FAIL: SSIM 0.98 (expected > 0.99)"),
         (BASE, Limits(None, 0.1, None), "NOT JUDGED: no gate was measured"),
     ],
 )
