@@ -21,7 +21,7 @@ SAMPLE ?= 200
 SEED ?= 1
 GROUPS ?=
 
-.PHONY: help demo test test-all gates fast nightly oldest sanitize fuzz mutants golden check format docs clean
+.PHONY: help demo test test-all slow fast nightly oldest sanitize fuzz mutants golden check format docs clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -29,14 +29,14 @@ help: ## list these targets
 demo: $(INSTALLED) ## the whole job on the bundled pipeline; opens as demo-output/index.html
 	$(BIN)/quantkit demo -o demo-output
 
-test: $(INSTALLED) ## all tests but exhaustive ones
-	$(PYTEST) -m "not exhaustive" tests
+test: $(INSTALLED) ## all tests but slow and exhaustive ones
+	$(PYTEST) -m "not slow and not exhaustive" tests
 
 test-all: $(INSTALLED) ## all tests
 	$(PYTEST) tests
 
-gates: $(INSTALLED) ## machine code of every operation for gfx1201, of which make test builds some
-	$(PYTEST) --dist load -m exhaustive -k "pass_the_gates and gfx1201" tests/device/test_kernels.py
+slow: $(INSTALLED) ## tests that take more than ten seconds, which make test leaves out
+	$(PYTEST) -m "slow and not gpu and not exhaustive" tests
 
 fast: $(INSTALLED) ## tests of the numbers, files and rules: 90 seconds
 	$(PYTEST) -m "not slow and not gpu and not exhaustive" $(FAST:%=tests/%)

@@ -336,6 +336,7 @@ def test_published_models_fit_their_files(name, tmp_path):
     assert not list(misfits(Contents(tmp_path, {}, tensors), read_skeleton(config, "", tensors)))
 
 
+@pytest.mark.slow
 def test_a_child_process_builds_the_same_model_once(whole, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = whole / "unet" / "config.json"

@@ -62,6 +62,7 @@ def test_packing_and_verifying_import_no_torch(pipeline_dir, tmp_path, name):
     assert run("verify", packed) == []
 
 
+@pytest.mark.slow
 def test_without_a_compiler_torch_writes_the_same(pipeline_dir, tmp_path):
     need(compilers.host_compiler)
     by_core, by_torch = tmp_path / "core", tmp_path / "torch"

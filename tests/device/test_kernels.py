@@ -4,6 +4,8 @@ The host runs the very sources of the GPU targets, with the fragments of each: a
 wrong for gfx12, gfx11 or sm_89 shows here. Compiled objects pass their gates below.
 """
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -321,23 +323,20 @@ def telling_objects(op, arch):
 COMPILED = [arch for arch in ARCHS.values() if arch.register_file]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("arch", COMPILED, ids=lambda arch: arch.name)
-@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def gated():
+    """Yield every target with every operation: a product is always looked at, the first operation
+    of a family on gfx1201 by the slow tests."""
+    first = {op.family: op for op in reversed(OPS.values())}
+    for arch, op in product(COMPILED, OPS.values()):
+        slow = arch.name == "gfx1201" and op is first[op.family]
+        marks = pytest.mark.slow if slow else pytest.mark.exhaustive
+        marks = () if op is first["conv"] else marks
+        yield pytest.param(arch, op, marks=marks, id=f"{arch.name}-{op.name}")
+
+
+@pytest.mark.parametrize(("arch", "op"), gated())
 def test_objects_pass_the_gates(arch, op, tmp_path):
-    check_gates(arch, telling_objects(op, arch), tmp_path)
-
-
-@pytest.mark.parametrize("arch", COMPILED, ids=lambda arch: arch.name)
-def test_an_object_of_each_family_passes_the_gates(arch, tmp_path):
-    """Of gfx1201; of other targets, which have the same sources, a product."""
-    families = {op.family: op for op in reversed(OPS.values())}
-    chosen = families.values() if arch.name == "gfx1201" else [families["gemm"]]
-    variants = [variant for op in chosen for variant in telling_objects(op, arch)[:1]]
-    check_gates(arch, variants, tmp_path)
-
-
-def check_gates(arch, variants, tmp_path):
+    variants = telling_objects(op, arch)
     if arch.toolchain is Toolchain.CLANG:
         need(compilers.clang)
         need(compilers.objdump)

@@ -58,6 +58,7 @@ def small_demo(assets, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo, tmp_path):
     output = tmp_path / "demo-output"
     with claimed_directory(output, kind=KIND):
@@ -131,6 +132,7 @@ def test_no_caption_of_the_calibration_is_compared():
         assert not compared & set(drawn)
 
 
+@pytest.mark.exhaustive
 def test_demo_without_noise_floor_runs_the_original_once(small_demo, tmp_path, monkeypatch):
     # Floors are the original's, whatever the rows.
     few = replace(demo_commands.SHORT, rows=SHORT.rows[:2])

@@ -70,6 +70,7 @@ def judged(pipeline_dir, gguf_file, tmp_path_factory):
     return folder, reports
 
 
+@pytest.mark.slow
 def test_the_pictures_are_those_of_the_tool_itself(judged):
     folder, _ = judged
     wanted = (np.load(folder / "plain.npy") * 255).round().astype(np.uint8)
@@ -80,6 +81,7 @@ def test_the_pictures_are_those_of_the_tool_itself(judged):
     assert not np.array_equal(np.asarray(Image.open(original)), wanted[0])
 
 
+@pytest.mark.slow
 def test_the_report_says_which_tool_and_which_settings(judged):
     folder, reports = judged
     encoder, unet = reports["sdnq"]["quantized_by"]
@@ -97,6 +99,7 @@ def test_the_report_says_which_tool_and_which_settings(judged):
         assert "computed the packed layers" not in text
 
 
+@pytest.mark.slow
 def test_nothing_is_claimed_of_kernels_that_are_not_quantkits(judged):
     _, reports = judged
     for name in ("sdnq", "unet.gguf"):
@@ -109,6 +112,7 @@ def test_nothing_is_claimed_of_kernels_that_are_not_quantkits(judged):
     assert reports["fp8"]["quantized_by"] == []
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_files(judged, pipeline_dir, gguf_file):
     folder, reports = judged
     sizes = {
@@ -126,6 +130,7 @@ def test_bytes_are_those_of_the_files(judged, pipeline_dir, gguf_file):
     assert gguf["packed"]["nbytes"] == gguf_file.stat().st_size
 
 
+@pytest.mark.slow
 def test_layers_are_those_that_the_tool_quantized(judged):
     folder, reports = judged
     rows = reports["sdnq"]["layers"]
@@ -143,6 +148,7 @@ def test_layers_are_those_that_the_tool_quantized(judged):
     assert reports["unet.gguf"]["layers"] == []
 
 
+@pytest.mark.slow
 def test_the_table_of_methods_has_tools_beside_packed_ones(judged):
     lines = (judged[0] / "out" / "methods.md").read_text(encoding="utf-8").splitlines()
     rows = {

@@ -133,6 +133,7 @@ def test_the_rewritten_pipeline_has_the_same_function(original, prompts):
     assert abs(pictures(source, prompts[:3]) - original).max() < 1e-2
 
 
+@pytest.mark.slow
 def test_int8_holds_outliers_as_its_recipe_packs_them(pack):
     plain = load_recipe("int8-token").model_copy(update={"smooth": None, "data_free": True})
     blind = plain.model_copy(update={"weight": plain.weight.model_copy(update={"fallback": None})})

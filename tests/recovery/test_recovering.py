@@ -374,6 +374,7 @@ def two_ranks(pipeline_dir):
     return [out.splitlines()[-1].split() for out, _ in answers]
 
 
+@pytest.mark.slow
 def test_two_processes_end_with_the_same_weights(two_ranks, model):
     (writes, made, digest, loss), other = two_ranks
     assert (writes, other[0]) == ("True", "False")

@@ -307,6 +307,7 @@ with small_pictures("QwenImagePipeline"):
 """
 
 
+@pytest.mark.slow
 def test_sdnq_draws_what_was_packed(made, tmp_path):
     folder = exported(made, "qwen", "int8", "sdnq", tmp_path / "out", "--requantize")
     stored = load_file(folder / "transformer" / WEIGHTS)
