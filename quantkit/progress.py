@@ -1,4 +1,4 @@
-"""How long work tells what it is doing, without knowing who listens."""
+"""Progress of long work: the interface of its listeners."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar

@@ -1,4 +1,4 @@
-"""Where the data that ships with quantkit lies: kernel sources, recipes, the demo pipeline."""
+"""Paths of the data that ships with quantkit: kernel sources, recipes, the demo pipeline."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How the benchmarks' figures stand on a terminal."""
+"""Terminal tables of the benchmarks."""
 
 from typing import TYPE_CHECKING
 

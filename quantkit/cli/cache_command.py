@@ -1,4 +1,4 @@
-"""``quantkit cache``: what lies in the cache, and deleting it."""
+"""``quantkit cache``: list and delete entries of the cache."""
 
 import click
 

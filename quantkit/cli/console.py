@@ -1,7 +1,7 @@
-"""What commands print: progress on stderr, tables and JSON on stdout.
+"""Output of commands: progress on stderr, tables and JSON on stdout.
 
-Names in models, paths and prompts are somebody else's text: what is not printable in it is escaped,
-so that it can neither move the cursor nor begin a line of its own.
+Names in models, paths and prompts are untrusted text: characters that are not printable are
+escaped, so that they can neither move the cursor nor begin a line.
 """
 
 import logging
@@ -145,7 +145,7 @@ def print_table(
     if not console.is_terminal:
         # Lines are found with grep there, and nobody sees a width.
         console.width = _UNFOLDED
-    # Apart from the table, and never folded: a path in it can be found and copied.
+    # Outside of the table, and never folded: a path in it can be found and copied.
     console.print(printable(title), style="table.title", soft_wrap=True, highlight=False)
     console.print(table)
 

@@ -1,4 +1,4 @@
-"""``quantkit doctor``: what this machine has, and what would run each operation or layer."""
+"""``quantkit doctor``: devices, compilers, and the backend of each operation or layer."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How an estimate stands on a terminal."""
+"""Terminal tables of an estimate."""
 
 from typing import TYPE_CHECKING
 

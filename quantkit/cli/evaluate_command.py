@@ -1,4 +1,4 @@
-"""``quantkit eval``: what packing cost, in pictures and numbers."""
+"""``quantkit eval``: the quality of packed pipelines, in pictures and numbers."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``quantkit help``: the help of any command, asked for the other way round."""
+"""``quantkit help COMMAND``: the same as ``quantkit COMMAND --help``."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""``quantkit inspect``: what is inside a packed checkpoint, or a calibration."""
+"""``quantkit inspect``: the contents of a packed checkpoint, or of a calibration."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""How the gates' findings stand on a terminal and in JSON."""
+"""Terminal tables and JSON of the gates' findings."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,6 +1,6 @@
-"""What other libraries say while they are imported and that nobody can act on, by its exact words.
+"""Import messages of other libraries that users cannot act on, by their exact words.
 
-Only these lines are held back, where they arise; all else that those libraries log is shown.
+Only these lines are suppressed; everything else that those libraries log is shown.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""How fast a bar moves, in the unit that reads well."""
+"""The rate of a progress bar in a readable unit."""
 
 from rich.progress import ProgressColumn, Task
 from rich.text import Text

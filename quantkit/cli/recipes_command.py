@@ -1,4 +1,4 @@
-"""``quantkit recipes``: the bundled recipes, and which of them is for a model."""
+"""``quantkit recipes``: the bundled recipes, and the ones recommended for a model."""
 
 from typing import TYPE_CHECKING
 

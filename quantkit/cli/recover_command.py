@@ -1,4 +1,4 @@
-"""``quantkit recover``: make up for what masks, or packing, cost a denoiser's pictures."""
+"""``quantkit recover``: regain quality that masks or packing cost a denoiser's pictures."""
 
 from typing import Any
 

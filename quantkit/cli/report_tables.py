@@ -1,4 +1,4 @@
-"""What ``eval``, ``run`` and ``demo`` print: metrics, gates, kernels, methods, verdict."""
+"""Terminal tables of ``eval``, ``run`` and ``demo``: metrics, gates, kernels, methods, verdict."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quantkit.eval.pages.methods_table import Method
 
 
-#: Methods whose numbers and intervals fit a terminal beside one another.
+#: Methods whose numbers and intervals fit a terminal side by side.
 _SIDE_BY_SIDE = 3
 
 

@@ -1,4 +1,4 @@
-"""``quantkit calibrate sensitivity``: how much each layer loses under each treatment."""
+"""``quantkit calibrate sensitivity``: the error of each layer under each treatment."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

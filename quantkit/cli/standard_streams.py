@@ -1,4 +1,4 @@
-"""What a command was started with: three streams, of which some may be closed, and a umask."""
+"""Preparing the standard streams, of which some may be closed, and the umask."""
 
 import errno
 import io
@@ -12,7 +12,7 @@ _NAMES = ("stdin", "stdout", "stderr")
 
 
 def open_streams() -> None:
-    """Send what is closed, or open to read alone, nowhere: whoever closes it wants nothing of it.
+    """Redirect streams that are closed, or open for reading only, to the null device.
 
     Else the next file that is opened would get its number, and what is printed.
     """

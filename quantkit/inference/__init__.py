@@ -1,1 +1,1 @@
-"""Packed modules, the operators that they call, and loading in diffusers and transformers."""
+"""Packed modules, their torch operators, and loading in diffusers and transformers."""

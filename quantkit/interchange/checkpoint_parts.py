@@ -1,7 +1,7 @@
 """VAE and text encoders of a whole checkpoint, as the components of a pipeline.
 
-What a tensor of the file is has to be known: a component's, or one that nothing reads. All else is
-refused, for it might be what makes the file another model than its base.
+Every tensor of the file has to be known, as a component's or as one that nothing reads. Any other
+tensor is refused: it might be what makes the file another model than its base.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Rest:
-    """What a file holds besides its denoiser."""
+    """The contents of a checkpoint besides its denoiser."""
 
     parts: tuple[Part, ...]
     #: of the tensors that no component has, by what their names begin with

@@ -1,4 +1,4 @@
-"""ComfyUI's quantized denoisers: one file in the original layout, a marker beside each layer."""
+"""ComfyUI's quantized denoisers: one file in the original layout, with a marker for each layer."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ COMFYUI = Target(
     inputs="inputs stay in 16 bit",
     cure="pack with recipe comfyui",
 )
-#: FP8 layers may stand beside those in int8: the marker says which.
+#: A file may have layers in FP8 and in int8: the marker says which.
 COMFYUI_INT8 = Target(
     "ComfyUI's int8",
     formats=(INT8, E4M3FN),

@@ -87,7 +87,7 @@ def _write(component: ComponentFile, stage: Path, progress: Progress) -> dict[st
 
 
 def _others(plan: DirectoryPlan) -> list[Path]:
-    """Return the files that are copied: not the weights, which are written anew, nor lists."""
+    """Return the files that are copied: neither the weights, which are rewritten, nor lists."""
     folders = {Path(component.folder) for component in plan.components}
     return [
         file

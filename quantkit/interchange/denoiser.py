@@ -62,7 +62,7 @@ class Denoiser:
 
     @property
     def dtype(self) -> str:
-        """What most tensors that are not packed have: the dtype of the 16-bit model."""
+        """The dtype of most tensors that are not packed: that of the 16-bit model."""
         found = Counter(dtype for dtype in self.dtypes.values() if dtype in FLOAT_DTYPES)
         return max(found, key=lambda dtype: (found[dtype], dtype), default="F16")
 
@@ -95,7 +95,7 @@ class Denoiser:
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """What a packed model says of its recipe; empty for others."""
+        """The recipe that a packed model records; empty for others."""
         return {} if self._packed is None else self._packed.metadata[0].recipe
 
     @property

@@ -1,4 +1,4 @@
-"""What an export wrote, or would write."""
+"""The result of an export, or of its dry run."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Export:
-    """What was written, or would be."""
+    """The files that were written, or would be."""
 
     output: Path
     #: the layout's name, as sdxl; the class where tensors keep their names

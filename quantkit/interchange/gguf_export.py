@@ -156,7 +156,7 @@ def _declare(plan: GgufPlan, writer: Any) -> None:
     gguf = require_gguf()
     for planned in plan.tensors:
         kind = gguf.GGMLQuantizationType[planned.type]
-        dtype = np.dtype(np.float32)  # not read beside a type
+        dtype = np.dtype(np.float32)  # not read where there is a type
         writer.add_tensor_info(planned.name, planned.stored, dtype, planned.nbytes, kind)
         if planned.stored != planned.shape:
             writer.add_array(SHAPE_KEY + planned.name, list(planned.shape))

@@ -1,4 +1,4 @@
-"""Reading .gguf files of denoisers: where tensors lie, and their numbers, one tensor at a time."""
+"""Reading .gguf files of denoisers: offsets of tensors, and their values, one tensor at a time."""
 
 import os
 import re
@@ -54,7 +54,7 @@ class GgufTensor:
 
     @property
     def values(self) -> int:
-        """How many numbers it holds."""
+        """The number of its values."""
         return prod(self.shape)
 
     def bytes_of(self, values: int) -> int:
@@ -66,7 +66,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What the header of a file says."""
+    """The header of a file, and where its data begins."""
 
     path: Path
     #: general.architecture; empty when the file does not say
@@ -188,7 +188,7 @@ def _placed(path: Path, header: GgufHeader, size: int) -> dict[str, GgufTensor]:
     if size < stop:
         raise ValueError(f"{size} bytes, expected {stop}")
     if size > header.aligned(stop):
-        raise ValueError(f"{size - stop} bytes behind the last tensor")
+        raise ValueError(f"{size - stop} bytes after the last tensor")
     return tensors
 
 

@@ -1,7 +1,7 @@
-"""The header of a .gguf file, walked within bounds: what it says of itself is not believed.
+"""Parsing the untrusted header of a .gguf file within bounds.
 
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, which differ in
-nothing that stands here.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, which do not
+differ in what is read here.
 """
 
 import struct
@@ -51,7 +51,7 @@ class HeaderTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a header says."""
+    """The contents of a header."""
 
     #: general.architecture; empty when the file does not say
     architecture: str
@@ -65,7 +65,7 @@ class GgufHeader:
 
     @property
     def data_start(self) -> int:
-        """Where the data begins."""
+        """The offset at which the data begins."""
         return self.aligned(self.stop)
 
     def aligned(self, place: int) -> int:

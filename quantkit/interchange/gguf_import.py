@@ -1,4 +1,4 @@
-"""The tensors of a .gguf file as any single file's.
+"""The tensors of a .gguf file through the interface of single files.
 
 The blocks of Q4_0 and Q8_0 stay where they are, in the file, and ``blocks_of`` says where: packing
 copies them. The 16-bit weights serve everything else, and to run the pipeline.
@@ -45,7 +45,7 @@ class GgufWeight:
 
     @property
     def dtype(self) -> str:
-        """What its numbers become."""
+        """The dtype of its values when they are read."""
         return self.stored.type if self.stored.type in PLAIN else "F16"
 
     @property
@@ -55,7 +55,7 @@ class GgufWeight:
 
     @property
     def block(self) -> int:
-        """How many numbers have a scale together."""
+        """The number of values that share a scale."""
         return READABLE[self.stored.type][0]
 
     def read(self, first: int, count: int) -> Iterator[Tensor]:

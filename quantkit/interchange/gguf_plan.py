@@ -1,4 +1,4 @@
-"""What each tensor of a .gguf file becomes, decided before anything is written."""
+"""The plan of a .gguf file: the type of each tensor, decided before anything is written."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What the user chose."""
+    """The options that the user chose."""
 
     #: Q8_0 or Q4_0, of weights that are not in blocks yet
     kind: str
@@ -137,7 +137,7 @@ def _refuse_partly_packed(
     if packed and kept and not choice.requantize:
         raise CheckpointError(
             f"{denoiser.path}: {packed[0].removesuffix('.weight')}: joined with {kept[0]}, which "
-            "is not packed; pack them alike, or set requantize, which dequantizes them",
+            "is not packed; pack them in one format, or set requantize, which dequantizes them",
             fields=("requantize",),
         )
 
@@ -161,6 +161,6 @@ def _block_type(denoiser: Denoiser, planned: PlannedTensor, kind: str) -> str:
         parts = ", ".join(planned.original.parts)
         raise ModelError(
             f"{denoiser.path}: {parts}: packed in different formats, which the original layout "
-            "joins; pack them alike"
+            "joins; pack them in one format"
         )
     return next((fmt.name.upper() for fmt in formats if fmt is not None), kind)

@@ -1,4 +1,4 @@
-"""Rows of weights joined as the original layout has them: of floats, codes or blocks alike."""
+"""Joining rows of weights as the original layout has them, of floats, codes or blocks."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The codes and scales of a packed layer, as other programs' files hold them."""
+"""The codes and scales of a packed layer in the forms that other programs' files hold."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -86,7 +86,7 @@ def layout_of_model(class_name: str, names: Collection[str]) -> Layout:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What numbers of blocks follow from: a UNet's lie in one row in the original."""
+    """The numbering of blocks: the original layout numbers all blocks of a UNet in one sequence."""
 
     #: resnets of a down block
     layers: int

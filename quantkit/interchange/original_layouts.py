@@ -1,7 +1,7 @@
-"""How denoisers are named and cut in the files of their authors: one row for each tensor or group.
+"""Layouts of denoisers in their authors' files: names and splits, one row per tensor or group.
 
 ComfyUI, GGUF and single files have these layouts; diffusers splits some weights, swaps halves of
-others and names all of them anew. The rows say what diffusers' converters do
+others and renames all of them. The rows say what diffusers' converters do
 (``diffusers/loaders/single_file_utils.py``), which the tests compare them with.
 """
 
@@ -177,7 +177,7 @@ LAYOUTS: tuple[Layout, ...] = (
         markers=("input_blocks.0.0.weight", _LABEL),
         rows=_UNET,
     ),
-    # Stable Diffusion 1.x and 2.x, which GGUF files do not tell apart.
+    # Stable Diffusion 1.x and 2.x, which GGUF files do not distinguish.
     Layout(
         "sd1",
         "UNet2DConditionModel",

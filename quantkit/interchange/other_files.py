@@ -1,4 +1,4 @@
-"""Telling files that are no denoiser, or in a layout that is not known, for an error that helps."""
+"""Recognising files that are no denoiser or have an unknown layout, for helpful errors."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Where whole checkpoints hold VAE and text encoders, and how these are named there.
+"""Layouts of VAE and text encoders in whole checkpoints: prefixes and names.
 
 The rows say what diffusers' converters do (``diffusers/loaders/single_file_utils.py``), which the
 tests compare them with.
@@ -76,7 +76,7 @@ OPEN_CLIP = Layout(
 
 @dataclass(frozen=True)
 class Place:
-    """Where checkpoints hold a VAE or a text encoder."""
+    """The prefix and layout of a VAE or text encoder in whole checkpoints."""
 
     #: what its names begin with
     prefix: str

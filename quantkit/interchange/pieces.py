@@ -1,4 +1,4 @@
-"""Which numbers of a single file are those of which tensor of a model."""
+"""The mapping from a model's tensors to ranges of values of a single file."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Naming:
-    """How a file names the tensors of a model."""
+    """The naming of a model's tensors in a file."""
 
     #: the original layout's name, or "diffusers"
     layout: str
@@ -33,7 +33,7 @@ class Naming:
 
     @property
     def names(self) -> set[str]:
-        """What the file has to have."""
+        """The names that the file must have."""
         return {self.prefix + tensor.name for tensor in self.tensors}
 
 

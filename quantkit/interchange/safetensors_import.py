@@ -1,4 +1,4 @@
-"""The tensors of a .safetensors file as any single file's, codes times their scales."""
+"""The tensors of a .safetensors file through the interface of single files, codes dequantized."""
 
 import re
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Which weights of a .safetensors file are codes, by the markers of other programs.
+"""Recognising quantized weights of a .safetensors file by other programs' markers.
 
 They are looked for in the order of ``MARKINGS``.
 
-A file whose codes have no marker that is known is refused: to take codes for weights is silent.
+A file with codes but no known marker is refused: codes read as weights would give no error.
 """
 
 import re
@@ -130,7 +130,7 @@ def _legacy(header: Header, read: Callable[[TensorInfo], bytes]) -> Marking | No
 
 
 def _fp8r(header: Header, read: Callable[[TensorInfo], bytes]) -> Marking | None:
-    """``L.weight_scale`` beside codes in FP8, without a marker."""
+    """``L.weight_scale`` with codes in FP8, without a marker."""
     del read
     layers = {}
     for scale in header.tensors:

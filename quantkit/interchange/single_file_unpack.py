@@ -1,4 +1,4 @@
-"""Writing a single file as a diffusers directory: what it holds in 16 bit, the rest from config."""
+"""Writing a single file as a diffusers directory: weights in 16 bit, the rest from the config."""
 
 import os
 from collections.abc import Callable, Iterator

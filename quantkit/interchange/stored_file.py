@@ -1,4 +1,4 @@
-"""What a single file holds, whatever its format: tensors by name, read a million numbers at a time.
+"""The interface of single files of any format: tensors by name, read a million values at a time.
 
 ``gguf_import`` and ``safetensors_import`` make it; ``single_file_model`` fits it to a config.
 """
@@ -35,11 +35,11 @@ class StoredTensor(Protocol):
 
     @property
     def block(self) -> int:
-        """How many numbers are read together."""
+        """The number of values that are read together."""
 
     @property
     def problem(self) -> str:
-        """Why it cannot be read; empty when it can."""
+        """The reason that it cannot be read; empty when it can."""
 
     def read(self, first: int, count: int) -> Iterator[Tensor]:
         """Yield numbers in order, flat, float32 or of ``dtype``; both in whole blocks.

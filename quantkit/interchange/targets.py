@@ -1,4 +1,4 @@
-"""What files of other programs hold of a packed layer, and what of one they do not."""
+"""Capabilities of other programs' files: formats, scales and inputs that they can hold."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _CONVOLUTION = 4
 
 @dataclass(frozen=True)
 class Target:
-    """What a program's files hold of packed layers."""
+    """The capabilities of a program's files."""
 
     #: as messages call it
     program: str
@@ -37,7 +37,7 @@ class Target:
 
 
 def obstacles(source: Denoiser, name: str, target: Target) -> Iterator[str]:
-    """Yield what a target does not hold of a packed weight.
+    """Yield the properties of a packed weight that a target cannot hold.
 
     Args:
         source: the packed model.

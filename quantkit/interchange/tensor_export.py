@@ -1,4 +1,4 @@
-"""Writing a model's tensors as another program has them, and comparing the file with the model."""
+"""Writing a model's tensors in another program's layout, and comparing the file with the model."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What each tensor of an exported file is made of, decided before anything is written."""
+"""The plan of an exported file: the source of each tensor, decided before anything is written."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from quantkit.numerics.scheme import Activation
 
 
 class Treatment(Enum):
-    """Where a tensor of the file comes from."""
+    """The source of a tensor of the file."""
 
     #: one that is not packed, as it is
     COPIED = "copied"
@@ -42,7 +42,7 @@ class Treatment(Enum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the model as the file has it; a quantized one has scales beside it."""
+    """One tensor of the model in the file; a quantized one has scales in a tensor of their own."""
 
     original: OriginalTensor
     treatment: Treatment

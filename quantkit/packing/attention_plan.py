@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PlannedAttention:
-    """What config.json says, and the tensors that come with it."""
+    """The attention entry of config.json, and its tensors."""
 
     #: None: in 16 bit
     packed: PackedAttention | None = None

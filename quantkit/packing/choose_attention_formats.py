@@ -1,4 +1,4 @@
-"""Choosing the formats that each attention module is multiplied in."""
+"""Choosing the formats of each attention module's products."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DIGITS = 4
 
 @dataclass(frozen=True)
 class ChosenFormats:
-    """What the known attention modules of a component are multiplied in."""
+    """The formats chosen for the known attention modules of a component."""
 
     #: by module on codes
     formats: Mapping[str, AttentionFormat] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class ChosenFormats:
 
     @property
     def most(self) -> AttentionFormat | None:
-        """What most modules have, of several the first row; None: nothing is on codes."""
+        """The format of most modules, the first row on a tie; None: no module is on codes."""
         counts = Counter(self.formats.values())
         return max(ATTENTION_FORMATS, key=lambda row: counts[row]) if counts else None
 

@@ -1,4 +1,4 @@
-"""What is known of a component besides its weights: the recipe, statistics, masks."""
+"""Inputs for packing a component besides its weights: the recipe, statistics, masks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What is known of one component besides its weights."""
+    """Inputs for packing one component besides its weights."""
 
     component: Component
     recipe: Recipe

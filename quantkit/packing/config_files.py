@@ -1,4 +1,4 @@
-"""The JSON beside the weights of a packed component: config.json, and the index of the shards."""
+"""The JSON files of a packed component: config.json, and the index of the shards."""
 
 import json
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Layers of which neither name nor shape tells what they do: their error decides.
+"""Layers whose role neither name nor shape tells: packed if their error is small.
 
-What lies outside of the blocks of a model reads or writes the latent, embeds a condition, or is one
-layer more of the same kind. Without statistics all of it stays in 16 bit.
+A layer outside of the blocks of a model reads or writes the latent, embeds a condition, or is an
+ordinary layer. Without statistics all of them stay in 16 bit.
 """
 
 from __future__ import annotations

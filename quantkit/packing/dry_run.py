@@ -1,4 +1,4 @@
-"""What packing would write, before the statistics, moments or masks that it needs are there.
+"""A forecast of packing, without the statistics, moments or masks that it needs.
 
 Only headers are read. Treatments and sizes follow from recipe and shapes, all but what statistics
 decide: which layers an error budget masks, what ``smooth: auto`` leaves alone, which buckets agree,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What packing would write, as far as it can be known."""
+    """The output of packing, as far as it is known."""
 
     #: arguments of ``pack`` that the recipe needs besides what was given
     missing: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""One weight, from 16 or 32 bit to packed tensors: by the compiled core, or else by PyTorch."""
+"""Encoding a weight of 16 or 32 bit to packed tensors, with the compiled core or PyTorch."""
 
 from __future__ import annotations
 

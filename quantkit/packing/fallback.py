@@ -1,7 +1,7 @@
-"""``weight.fallback``: the layers that a float holds better than an integer.
+"""``weight.fallback``: layers with less error in a float format than in an integer one.
 
-Steps of int8 are all alike, so that one channel far above the rest leaves it few of them; those of
-FP8 grow with the number. Smoothing moves such channels into the weight, mostly.
+Steps of int8 are of equal size, so one channel far above the rest leaves few of them to the others;
+steps of FP8 grow with the number. Smoothing moves most such channels into the weight.
 """
 
 from __future__ import annotations

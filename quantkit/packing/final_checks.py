@@ -1,4 +1,4 @@
-"""What pack asks of a model beside its own work: the judge's word, and the list of all files."""
+"""Final checks of a packed model: whether a loader takes it, and the list of all files."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +26,9 @@ _NOTE = """Packed by quantkit: the weights are codes with scales.
 
 @contextmanager
 def checked_for_loading(model: Path, plans: Sequence[ComponentPlan]) -> Iterator[None]:
-    """Judge, while the body writes, whether a loader would take what the plans make.
+    """Check, while the body writes, whether a loader would take what the plans make.
 
-    And what is copied beside it.
+    Copied files are checked as well.
 
     Building a model takes seconds, most of them for importing diffusers, which another process
     does meanwhile.

@@ -34,7 +34,7 @@ ROUNDING_DAMPING = 1e-3
 
 @dataclass(frozen=True)
 class Rounder:
-    """Where a layer's second moments are; they are read when its weight is."""
+    """A reference to a layer's second moments; they are read when its weight is."""
 
     hessians: Hessians
     component: Component
@@ -108,9 +108,9 @@ class Rounding:
 
     @property
     def block_elements(self) -> int:
-        """How many weights to settle at a time.
+        """The number of weights to round at a time.
 
-        Columns are settled one by one, so blocks of few rows are slow; one as large as the matrix
-        does not change what memory is needed.
+        Columns are rounded one by one, so blocks of few rows are slow; one as large as the matrix
+        does not change the memory that is needed.
         """
         return int(torch.numel(self.moment))

@@ -1,4 +1,4 @@
-"""Where a layer's mask comes from when it is packed: from a file, or chosen on the way."""
+"""Sources of a layer's mask while packing: a mask file, or choosing it on the way."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ChosenMask:
 
     @cached_property
     def importance(self) -> Tensor | None:
-        """What each |w| of a column is multiplied by, float32 (K,); None: nothing, or not known."""
+        """The factor of each column's |w|, float32 (K,); None: no factor, or not known."""
         if self.method != "wanda" or self.moment is None:
             return None
         return self.moment.float().sqrt().contiguous()

@@ -1,7 +1,7 @@
-"""One weight through the compiled core: the bytes of ``torch_encode``, several times as fast.
+"""Encoding a weight with the compiled core: the bytes of ``torch_encode``, several times as fast.
 
-What it does not take (GPTQ, means for biases, GGML's blocks, small groups) PyTorch does,
-and everything where no compiler is.
+PyTorch does what the core does not take (GPTQ, means for biases, GGML's blocks, small groups), and
+everything where there is no compiler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a layer's output loses when its weight and its input become codes, on stored rows."""
+"""Output errors of a layer with quantized weight and input, on stored rows."""
 
 import os
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class OutputErrors:
-    """What candidates make of one layer's output, over its stored rows."""
+    """The output errors of one layer's candidates, over its stored rows."""
 
     #: (candidates,) float64: squared errors; infinite where a factor overflows
     squares: Tensor
@@ -69,7 +69,7 @@ def output_errors(layer: Layer, candidates: Sequence[Candidate], inputs: Inputs)
 
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    """What the input becomes, and how the weight is scaled."""
+    """The quantized input of a candidate, and the factors of its weight."""
 
     scheme: Scheme
     #: (K,)

@@ -1,4 +1,4 @@
-"""From recipe, statistics and masks to a plan of every byte: nothing is read but headers."""
+"""Planning every byte of the output from recipe, statistics and masks; reads headers only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComponentPlan:
-    """What becomes of one component."""
+    """The plan of one component."""
 
     component: Component
     #: of every layer, packed or kept
@@ -52,7 +52,7 @@ class ComponentPlan:
     bias_correction: bool
     config: PackedConfig
     shards: tuple[ShardPlan, ...]
-    #: other weights beside the packed ones, which are not copied
+    #: other weight files next to the packed ones, which are not copied
     left_out: tuple[Path, ...]
     #: files that are copied, relative to the component
     copied: tuple[Path, ...]

@@ -1,4 +1,4 @@
-"""``smooth: auto``: SmoothQuant's strength of every layer, by the error of its output."""
+"""``smooth: auto``: SmoothQuant's strength of every layer with the least output error."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What became of a model that was packed: layer by layer, and in bytes."""
+"""Summary of a packed model: layer by layer, and in bytes."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ def tell_sizes(before: int, after: int) -> str:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """What became of one layer."""
+    """The summary of one layer."""
 
     component: str
     name: str
@@ -38,7 +38,7 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class ComponentSummary:
-    """What became of the weight files of one component."""
+    """The summary of one component's weight files."""
 
     name: str
     class_name: str
@@ -53,7 +53,7 @@ class ComponentSummary:
 
 @dataclass(frozen=True)
 class PackSummary:
-    """What was packed, kept, copied and left out."""
+    """The summary of a packed model: what was packed, kept, copied and left out."""
 
     output: Path
     components: tuple[ComponentSummary, ...]
@@ -61,7 +61,7 @@ class PackSummary:
     #: of files that are copied as they are
     copied_files: int
     copied_bytes: int
-    #: weights beside those that were packed, relative to the model: not in the output
+    #: weight files next to those that were packed, relative to the model: not in the output
     left_out: tuple[Path, ...]
 
     @property
@@ -104,7 +104,7 @@ class PackSummary:
 
     @property
     def masked(self) -> int:
-        """How many layers are sparse."""
+        """The number of sparse layers."""
         schemes = [layer.scheme for layer in self.layers if layer.scheme is not None]
         return sum(scheme.sparsity is not None for scheme in schemes)
 

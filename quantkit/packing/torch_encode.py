@@ -1,4 +1,4 @@
-"""One weight in PyTorch, from 16 or 32 bit to packed tensors, block by block of rows.
+"""Encoding a weight of 16 or 32 bit to packed tensors in PyTorch, block by block of rows.
 
 Rows are independent, so blocks of any size give the same bytes. What needs the whole weight (a
 scale per tensor, smoothing) takes a pass of its own over it.

@@ -1,6 +1,6 @@
-"""Layers that calibration listened to and no prompt called: GLIGEN's fusers without boxes, say.
+"""Layers that calibration observed and no prompt called, such as GLIGEN's fusers without boxes.
 
-Nothing is known of what they read. They are packed where that decides nothing, else kept.
+Their inputs are unknown. They are packed where no statistics are needed, else kept in 16 bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is known of a weight before it is packed, and what came of it besides its tensors."""
+"""The plan of a weight, and the results of encoding it besides its tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WeightPlan:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """What came of one weight besides its tensors."""
+    """The results of encoding one weight besides its tensors."""
 
     #: the dense shape and the SHA-256 of the source weight
     record: LayerRecord

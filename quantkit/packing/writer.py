@@ -84,7 +84,7 @@ class ShardPlan:
 
     @cached_property
     def _specs(self) -> Mapping[str, Mapping[str, TensorSpec]]:
-        """What each source tensor becomes, by its name."""
+        """The packed tensors of each source tensor, by its name."""
         return {name: self._made_of(info) for name, info in self.source.tensors.items()}
 
     def _made_of(self, info: TensorInfo) -> Mapping[str, TensorSpec]:

@@ -1,1 +1,1 @@
-"""Recovering what masks cost: training on the dense model's own trajectories, without data."""
+"""Recovering quality lost to masks: distillation on the dense model's trajectories, no data."""

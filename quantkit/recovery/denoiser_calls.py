@@ -1,4 +1,4 @@
-"""The calls that a pipeline makes of its denoiser, as rows that a batch can be drawn from.
+"""A pipeline's calls of its denoiser, as rows to draw training batches from.
 
 Nothing here knows a family: arguments are bound to the names of the denoiser's signature, and what
 has one row per sample is told from what all samples share by its shape.
@@ -22,7 +22,7 @@ SHARED = ("img_ids", "txt_ids", "image_rotary_emb")
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """What a call is made of, without the rows: it turns leaves back into arguments."""
+    """The structure of a call without its rows: it turns leaves back into arguments."""
 
     spec: Any
     #: one per leaf: a value that all calls share, or None where rows are put
@@ -67,7 +67,7 @@ class _RecordedCall:
 
 @dataclass(eq=False)
 class Recording:
-    """What was called while it listened."""
+    """The calls recorded while it listened."""
 
     #: the argument that has one row per sample: the denoiser's first
     sample: str
@@ -80,7 +80,7 @@ class Recording:
         """Return the calls as rows.
 
         Raises:
-            ModelError: the pipeline never called the denoiser, or not always alike.
+            ModelError: the pipeline never called the denoiser, or with different structures.
         """
         if not self.calls:
             raise ModelError(

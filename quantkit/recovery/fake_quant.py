@@ -107,7 +107,7 @@ def fake_quantized(name: str, dense: nn.Module, quant: LayerQuant) -> "FakeQuant
 
 
 class FakeQuantLayer(nn.Module):
-    """What FakeQuantLinear and FakeQuantConv2d share: the parameters, and the quantized weight."""
+    """The base of FakeQuantLinear and FakeQuantConv2d: the parameters, and the quantized weight."""
 
     weight: Tensor
     bias: Tensor | None

@@ -1,8 +1,8 @@
-"""Recovery without training: kept weights and biases that make up for the dropped weights.
+"""Recovery without training: updates of kept weights and biases that make up for dropped weights.
 
-Nothing is held but the layer in work: the writer asks for one tensor after another, and each is
-computed then, from the source, the mask and the second moments, or read from where choosing its
-mask left it.
+Only the current layer is in memory: the writer asks for one tensor after another. Each is computed
+then, from the source, the mask and the second moments, or read from where choosing its mask
+stored it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ class UpdatedTensors(Mapping[str, Tensor]):
         self._surgeon = surgeon
         self._layers = {x.name: x for x in list_layers(component) if x.name in self._masks}
         self._shards = {name: shard for name, (shard, _) in source_tensors(component).items()}
-        #: the last layer, whose bias stands beside its weight in the file
+        #: the last layer, whose bias is next to its weight in the file
         self._last: tuple[str, Settled] | None = None
 
     def __iter__(self) -> Iterator[str]:

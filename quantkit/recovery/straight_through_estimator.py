@@ -1,4 +1,4 @@
-"""Quantization in the forward pass, none in the backward pass: autograd functions.
+"""Straight-through estimators: autograd functions that quantize in the forward pass only.
 
 Nothing waits for the device, so CUDA graphs can hold them. The input's codes are multiplied as they
 are, which is exact in bfloat16 and float32, and scaled afterwards.
@@ -24,7 +24,7 @@ WINDOW_ELEMENTS = 1 << 27
 
 @dataclass(frozen=True, eq=False)
 class LayerQuant:
-    """How one layer will be packed."""
+    """The quantization of one layer."""
 
     scheme: Scheme
     #: what chooses the weight's scales: amax or mse
@@ -39,7 +39,7 @@ class LayerQuant:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedInput:
-    """How an input is quantized, and the steps of a convolution's window."""
+    """The quantization of an input, and the steps of a convolution's window."""
 
     fmt: NumberFormat
     #: None: one per row or window, of its own amax

@@ -1,1 +1,1 @@
-"""How much each layer loses under each treatment, and which treatment it should have."""
+"""Sensitivity of layers to each treatment, and choosing a treatment per layer."""

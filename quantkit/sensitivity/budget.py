@@ -1,4 +1,4 @@
-"""A treatment per layer within a budget, with the reasons.
+"""Choosing a treatment per layer within a budget, with the reasons.
 
 Errors add in power: the predicted NMSE of the final latents is the sum over layers of gain times
 local error. That is right for small errors that are independent of each other.
@@ -60,7 +60,7 @@ class Assignment:
 
     @property
     def chosen(self) -> tuple[Candidate, ...]:
-        """What each layer gets."""
+        """The chosen treatment of each layer."""
         pairs = zip(self.problem.candidates, self.picked, strict=True)
         return tuple(options[index] for options, index in pairs)
 

@@ -1,4 +1,4 @@
-"""From the error of a layer's output to the error of the final latents: one factor per layer."""
+"""Gains from the error of a layer's output to that of the final latents: one per layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Gain:
 
     @property
     def measured(self) -> bool:
-        """Whether the layer itself was run."""
+        """True when the layer itself was run in the pipeline."""
         return self.source == "measured"
 
 

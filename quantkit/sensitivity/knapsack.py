@@ -17,7 +17,7 @@ from math import fsum
 
 @dataclass(frozen=True)
 class Option:
-    """What one option costs and loses; neither is negative."""
+    """The cost and loss of one option; neither is negative."""
 
     cost: float
     loss: float
@@ -82,7 +82,7 @@ def cheapest(items: Sequence[Sequence[Option]]) -> Indices:
 
 
 def walk(items: Sequence[Sequence[Option]]) -> tuple[Indices, ...]:
-    """Return the Lagrangian's solutions from least cost to least loss, a step apart each."""
+    """Return the Lagrangian's solutions from least cost to least loss, one step apart."""
     path = [list(cheapest(items))]
     for step in steps_of(items):
         path.append([*path[-1]])

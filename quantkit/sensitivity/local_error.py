@@ -1,4 +1,4 @@
-"""Local errors: what a treatment changes in a layer's output on stored inputs, layer by layer."""
+"""Local errors: the output error of each layer under a treatment, on stored inputs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from quantkit.sparsity.choose import read_blocks
 
 @dataclass(frozen=True, eq=False)
 class StoredInputs:
-    """What a calibration holds of one layer's input."""
+    """The calibration of one layer's input."""
 
     statistics: LayerStatistics
     #: ascending timesteps between buckets
@@ -49,7 +49,7 @@ class StoredInputs:
 
 @dataclass(frozen=True)
 class LocalError:
-    """What one treatment does to a layer's output."""
+    """The output error of a layer under one treatment."""
 
     #: sum |W x - W' x'|^2 / sum |W x|^2 over the stored rows x, without the bias; 0 where the
     #: output is all zero

@@ -1,4 +1,4 @@
-"""What sensitivity is measured on: a denoiser, its recipe, and what is known of its inputs."""
+"""The subject of a sensitivity: a denoiser, its recipe, and statistics of its inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

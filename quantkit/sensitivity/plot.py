@@ -33,7 +33,7 @@ def save_plot(sensitivity: Sensitivity, path: Path, *, force: bool) -> None:
     Raises:
         OutputError: the file exists without ``force``, or its suffix is not drawn.
     """
-    # Figure without pyplot: no global state, no display, safe beside a program's own plots.
+    # Figure without pyplot: no global state, no display, safe in a program with plots of its own.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Which layer to run in the pipeline next: the one whose choice an uncertain gain could flip."""
+"""Selecting the next layer to run in the pipeline: one whose uncertain gain matters most."""
 
 from dataclasses import dataclass
 from math import exp, log

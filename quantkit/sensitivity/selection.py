@@ -1,4 +1,4 @@
-"""From a sensitivity and a budget to the chosen recipe, its figures and its reasons."""
+"""Choosing a recipe from a sensitivity and a budget, with figures and reasons."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -19,7 +19,7 @@ ATTENTION = "attention"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one treatment does to one layer."""
+    """The error and cost of one layer under one treatment."""
 
     #: relative output error (NMSE) on stored inputs
     error: float
@@ -31,7 +31,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the pipeline ended with, with one layer under one treatment."""
+    """The error of the final latents with one layer under one treatment."""
 
     treatment: str
     #: NMSE of the final latents
@@ -58,14 +58,14 @@ class LayerSensitivity:
 
     @property
     def role(self) -> str:
-        """What it does in its block: its kind and the last two words of its path, numbers aside."""
+        """Its role in its block: its kind and the last two words of its path, without numbers."""
         words = [word for word in self.name.split(".") if not word.isdigit()]
         return f"{self.kind} {'.'.join(words[-2:])}"
 
 
 @dataclass(frozen=True)
 class SensitivityProvenance:
-    """How the figures were taken."""
+    """The provenance of the figures."""
 
     #: as it was given
     model: str

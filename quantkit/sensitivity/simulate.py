@@ -1,4 +1,4 @@
-"""A running pipeline with some of its layers under a treatment, and its final latents."""
+"""Running a pipeline with some layers under a treatment, for its final latents."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from quantkit.sensitivity.treated_layer import InputCast, round_input
 
 @dataclass(frozen=True, eq=False)
 class Substitute:
-    """What a layer computes with in place of its own weight and input."""
+    """Substitutes of a layer's weight and input."""
 
     #: float32, shaped as the module's weight
     weight: Tensor

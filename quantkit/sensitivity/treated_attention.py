@@ -1,4 +1,4 @@
-"""Attention under a treatment in plain PyTorch, and what that changes, in a running pipeline."""
+"""Attention under a treatment in plain PyTorch, and its error in a running pipeline."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -38,7 +38,7 @@ def rounding(
 
 @dataclass(frozen=True, eq=False)
 class AttentionErrors:
-    """What treatments change in the outputs of attention modules, call after call."""
+    """Output errors of attention modules under treatments, summed over calls."""
 
     #: of the modules to measure; None: of each call's own numbers
     scales: Mapping[str, AttentionScales | None]

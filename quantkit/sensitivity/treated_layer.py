@@ -1,4 +1,4 @@
-"""A layer under a treatment in plain PyTorch: the codes and scales of pack, multiplied out.
+"""A layer under a treatment in plain PyTorch, with the codes and scales of pack.
 
 Products are taken of dequantized values in float32, which is what ``device.reference`` computes but
 for the order of roundings.
@@ -30,7 +30,7 @@ from quantkit.sparsity.sparsegpt import settle_layer, target_moment
 
 @dataclass(frozen=True, eq=False)
 class InputCast:
-    """How a layer's input becomes FP8."""
+    """The quantization of a layer's input."""
 
     format: NumberFormat
     #: float32 (buckets,), static; None: per row, found at run time

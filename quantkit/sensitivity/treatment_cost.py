@@ -1,4 +1,4 @@
-"""What a treatment costs: bytes as the packed format counts them, and a model of the time.
+"""Costs of a treatment: bytes in the packed format, and modelled time.
 
 The model of the time is that of a roofline: a layer takes as long as its multiplications at the
 peak rate of their format, or as long as reading its weight, whichever is more. Activations, launch

@@ -16,7 +16,7 @@ _STATIC, _TOKEN, _NONE = Activation.STATIC, Activation.TOKEN, Activation.NONE
 
 @dataclass(frozen=True)
 class Treatment:
-    """What is done to one layer."""
+    """A treatment of one layer."""
 
     name: str
     #: of weight and input; None: 16 bit
@@ -32,12 +32,12 @@ class Treatment:
 
     @property
     def packs(self) -> bool:
-        """Whether a packed checkpoint can hold it: masks come with FP8 weights only."""
+        """True when a packed checkpoint can hold it: masks come with quantized weights only."""
         return self.format is not None or self.method is None
 
     @property
     def updates(self) -> bool:
-        """Whether kept weights make up for dropped ones, which takes second moments."""
+        """True when kept weights make up for dropped ones, which takes second moments."""
         return self.method == SPARSEGPT
 
 
@@ -66,7 +66,7 @@ BY_NAME = {treatment.name: treatment for treatment in TREATMENTS}
 
 @dataclass(frozen=True)
 class AttentionTreatment:
-    """What is done to the products of one attention module; 16-bit leaves them alone."""
+    """A treatment of one attention module's products; 16-bit leaves them unchanged."""
 
     name: str
     format: AttentionFormat

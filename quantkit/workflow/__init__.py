@@ -1,4 +1,4 @@
-"""What users do with quantkit, one module per job: typed functions that print nothing.
+"""The jobs of quantkit, one module each: typed functions that print nothing.
 
 Everything here stands above the packages that do the work and below the command line, which parses
 options, calls these functions and prints what they return. ``quantkit`` itself exports most of it.

@@ -1,4 +1,4 @@
-"""Arguments as users have them: paths, names, or what they opened already."""
+"""Arguments as users pass them: paths, names, or opened objects."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What lies in quantkit's cache: names, sizes, and deleting it."""
+"""Listing and deleting entries of quantkit's cache."""
 
 import shutil
 from collections.abc import Sequence

@@ -40,7 +40,7 @@ class Calibrated:
 
     @property
     def plan(self) -> "CalibrationPlan":
-        """What was observed."""
+        """The plan that this calibration carried out."""
         about, observed = self.calibration.metadata, self.calibration.layers
         names = {component: tuple(layers) for component, layers in observed.items()}
         return CalibrationPlan(about.prompts, about.steps, len(self.calibration.edges) + 1, names)
@@ -57,7 +57,7 @@ class Calibrated:
 
     @property
     def unseen_told(self) -> str:
-        """What no prompt called, in a line; empty where there is none."""
+        """The layers that no prompt called, in a line; empty where there is none."""
         return tell_unseen(self.unseen).strip()
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """What a calibration would observe."""
+    """The plan of a calibration."""
 
     prompts: int
     steps: int
@@ -151,7 +151,7 @@ def calibrate(
         output: the file to write; None: nothing is written, and one process does it all.
         prompts: texts, or a file with one a line; None: the bundled set.
         count: use the first so many prompts; None: all of those given, or the recipe's number.
-        resume: go on with what a run that was killed had kept beside the output.
+        resume: go on with the saved state of a run that was killed, next to the output.
         device: auto, cpu or cuda[:N]; float32 on the CPU, else the 16-bit dtype of the weights.
         force: replace an existing file.
         dry_run: say what would be observed, and write nothing.

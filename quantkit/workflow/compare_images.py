@@ -1,4 +1,4 @@
-"""Measuring two folders of pictures against each other."""
+"""Comparing two folders of pictures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class ComparedImages:
 
     @property
     def state(self) -> State:
-        """What the gates show: passed, failed, or undecided; not judged where there is none."""
+        """The state of the gates: passed, failed, or undecided; not judged where there is none."""
         return state_of(self.gates)
 
     @property

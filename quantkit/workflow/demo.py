@@ -1,4 +1,4 @@
-"""The whole job on the bundled pipeline, by quantkit's own commands."""
+"""The demo: all steps on the bundled pipeline."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from quantkit.progress import Progress, silent
 
 @dataclass(frozen=True, eq=False)
 class Demo:
-    """What the demo made."""
+    """The results of the demo."""
 
     outcomes: tuple[DemoResult, ...]
     output: Path
@@ -36,12 +36,12 @@ class Demo:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What failed gates mean."""
+        """Remarks on failed gates."""
         return tuple(remarks(self.outcomes))
 
     @property
     def state(self) -> State:
-        """What FP8's gates show."""
+        """The state of FP8's gates."""
         return self.outcomes[0].report.state
 
     @property

@@ -1,4 +1,4 @@
-"""What this machine has, and what would run each operation or layer."""
+"""A report on this machine: devices, compilers, and the backend of each operation or layer."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -65,7 +65,7 @@ PackedLike: TypeAlias = str | Path
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """Which pictures are made, and what they are measured with."""
+    """Settings of an evaluation: pictures, metrics and judges."""
 
     #: texts, or a file with one a line; None: the bundled set
     prompts: PromptsLike | None = None
@@ -94,7 +94,7 @@ class EvaluationSettings:
 
     @property
     def shown(self) -> Pictures:
-        """Where the pages have their pictures."""
+        """The place of the pages' pictures."""
         return Pictures.BESIDE if self.beside else Pictures.INSIDE
 
     def pictures(self, device: torch.device, *, last: bool) -> GenerationSettings:
@@ -127,7 +127,7 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What an evaluation would do."""
+    """The plan of an evaluation."""
 
     prompts: int
     steps: int
@@ -166,7 +166,7 @@ class Compared:
 
     @property
     def headline(self) -> str:
-        """How many pass, on one line."""
+        """The number of passes, on one line."""
         count = len(self.methods)
         passing = sum(method.report.passed for method in self.methods)
         return f"{WORDS[self.state]}: {passing} of {count} packed pipelines keep their gates"

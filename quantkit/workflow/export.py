@@ -70,7 +70,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Wish:
-    """What is exported, and how."""
+    """A request for an export."""
 
     source: Source
     #: after the colon of ``to``

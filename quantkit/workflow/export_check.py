@@ -1,4 +1,4 @@
-"""What an export would hold, held against what was asked for: no other format unasked."""
+"""Checks that an export has the requested formats and no others."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What is exported: a packed model, a 16-bit one, or one that is packed on the way."""
+"""Sources of an export: a packed model, a 16-bit one, or one that is packed on the way."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,7 +57,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Quantizing:
-    """How a 16-bit model is packed on the way."""
+    """Settings for packing a 16-bit model on the way."""
 
     recipe: Recipe
     calibration: Calibration | None = None
@@ -139,7 +139,7 @@ def refuse_rest(source: Source) -> None:
 def quantized_source(
     model: ModelLike, how: Quantizing, output: Path, progress: Progress
 ) -> Iterator[Source]:
-    """Yield a 16-bit model that is packed beside the output, for as long as the body runs.
+    """Yield a 16-bit model that is packed next to the output, for as long as the body runs.
 
     Raises:
         InputError: as ``pack``.

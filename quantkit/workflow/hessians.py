@@ -1,4 +1,4 @@
-"""Taking second moments: what SparseGPT masks and GPTQ rounding are computed from."""
+"""Collecting second moments for SparseGPT masks and GPTQ rounding."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from quantkit.workflow.arguments import (
 
 @dataclass(frozen=True)
 class ComponentMoments:
-    """What is taken of one denoiser or text encoder."""
+    """The second moments of one denoiser or text encoder."""
 
     layers: tuple[str, ...]
     #: how often the prompts run
@@ -37,7 +37,7 @@ class ComponentMoments:
 
 @dataclass(frozen=True)
 class MomentPlan:
-    """What would be observed, its bytes, and how often the prompts would run."""
+    """The plan of a collection: layers, bytes, and number of runs over the prompts."""
 
     weighting: str
     components: dict[str, ComponentMoments]
@@ -76,7 +76,7 @@ class TakenMoments:
 
     @property
     def unseen_told(self) -> str:
-        """What no prompt called, in a line; empty where there is none."""
+        """The layers that no prompt called, in a line; empty where there is none."""
         return tell_unseen(self.hessians.unseen).strip()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What is inside a packed directory."""
+"""Inspecting a packed directory."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,13 +71,13 @@ class Inspection:
 
     @property
     def attention(self) -> dict[str, PackedAttention]:
-        """What components ask for, by name, where their attention is on codes."""
+        """The attention entries of components whose attention is on codes, by name."""
         asked = ((c.name, c.config.attention) for c in self.packed.components)
         return {name: attention for name, attention in asked if attention is not None}
 
     @property
     def formats(self) -> dict[tuple[str, str], FormatDecision]:
-        """What attention is multiplied in, by component and module, where errors decided."""
+        """Formats of attention that errors decided, by component and module."""
         return {
             (component.name, module): decision
             for component in self.packed.components

@@ -1,4 +1,4 @@
-"""What is inside a calibration file."""
+"""Inspecting a calibration file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ class InspectedAttention:
 
 @dataclass(frozen=True, eq=False)
 class CalibrationInspection:
-    """What a calibration holds."""
+    """The contents of a calibration."""
 
     calibration: Calibration
     attention: tuple[InspectedAttention, ...]

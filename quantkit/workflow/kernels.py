@@ -1,4 +1,4 @@
-"""The kernels: what there is, building them ahead of time, and the gates on what was built."""
+"""Listing kernels, building them ahead of time, and the gates on builds."""
 
 import tempfile
 from collections.abc import Sequence

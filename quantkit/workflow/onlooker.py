@@ -1,4 +1,4 @@
-"""Who sees an evaluation on the way: nobody, or a page that fills while it runs."""
+"""Viewers of a running evaluation: none, or a live page."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from quantkit.progress import Progress
 
 @dataclass(frozen=True)
 class Onlooker:
-    """Who sees pictures and steps of an evaluation on the way."""
+    """The viewers of pictures and steps of a running evaluation."""
 
     original: Viewer
     packed: Viewer
@@ -25,7 +25,7 @@ class Onlooker:
 def watched(
     path: Path | None, facts: LiveFacts, watch: Watcher | None, progress: Progress, *, force: bool
 ) -> Iterator[Onlooker]:
-    """Yield who looks on: the page that fills, where somebody watches."""
+    """Yield the viewers: a live page where ``watch`` is given."""
     if watch is None:
         yield Onlooker(unseen, unseen, progress, force)
         return

@@ -46,7 +46,7 @@ _FEW = 8
 
 @dataclass(frozen=True)
 class _Pictures:
-    """What a goal of SSIM makes pictures with."""
+    """The inputs of pictures for a goal of SSIM."""
 
     model: ModelLike
     calibration: CalibrationLike

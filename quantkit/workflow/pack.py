@@ -1,4 +1,4 @@
-"""Packing a model, and saying beforehand what packing would write."""
+"""Packing a model, and a forecast of what packing would write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths that cannot serve, refused before the imports that reading them takes."""
+"""Early refusal of unusable paths, before the imports that reading them takes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The bundled recipes, and those for a model with what each would make of it."""
+"""Listing the bundled recipes, and those for a model with the sizes that each gives."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ class Listed:
     needs: tuple[str, ...]
     #: what speaks for it, of a model that it was listed for
     why: str = ""
-    #: of the model's denoisers, likewise
+    #: of the model's denoisers
     bytes_before: int = 0
     bytes_after: int = 0
 

@@ -1,4 +1,4 @@
-"""Recovering: a denoiser of fewer bits or weights is brought back to the dense one's answers."""
+"""Recovering quality: training a denoiser of fewer bits or weights on the dense one's outputs."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The methods of a recovery, on what was opened for it."""
+"""The methods of a recovery, on opened inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _SAVED_EVERY = 600.0
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Everything opened, and everything that was asked for."""
+    """The opened inputs and all settings of a recovery."""
 
     model: Model
     recipe: Recipe
@@ -48,27 +48,27 @@ class Job:
 
     @property
     def where(self) -> Path | None:
-        """Where the masks go; None: there are none."""
+        """The path of the masks; None: there are none."""
         return None if self.masks is None else self.masks_path
 
     @property
     def masks_path(self) -> Path:
-        """Where masks go: next to the pipeline by default."""
+        """The path for masks: next to the pipeline by default."""
         return self.masks_output or self.output.with_name(f"{self.output.name}.masks.safetensors")
 
     @property
     def file(self) -> Path:
-        """Where the training is saved."""
+        """The file of the saved training."""
         return self.output.with_name(f"{self.output.name}.recovery.safetensors")
 
     @property
     def page(self) -> Path:
-        """Where the pictures on the way are shown."""
+        """The page of the pictures during training."""
         return self.output.with_name(f"{self.output.name}.recovery.html")
 
     @property
     def keeping(self) -> distilling.Keeping:
-        """How often the training is saved there."""
+        """The file of the saved training, and how often it is written."""
         return distilling.Keeping(self.file, _SAVED_EVERY, self.training.resume)
 
     def refuse(self) -> None:

@@ -1,4 +1,4 @@
-"""What a recovery says of itself."""
+"""The result and the plan of a recovery."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ class Recovery:
     output: Path
     #: its masks; None: nothing is masked
     masks: Path | None
-    #: parameters that were written anew
+    #: parameters that were rewritten
     tensors: int
     #: the losses on the way; none of obs, which trains nothing
     points: tuple[TrainingProgress, ...]
@@ -82,7 +82,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """What a recovery would work on."""
+    """The plan of a recovery."""
 
     masked: int
     quantized: int

@@ -1,4 +1,4 @@
-"""How a recovery runs, as users say it: what they leave open depends on method and device."""
+"""Settings of a recovery from users; defaults depend on method and device."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -9,7 +9,7 @@ from quantkit.recovery.distill.settings import DistillSettings
 
 @dataclass(frozen=True)
 class Training:
-    """How long, how fast and on what a denoiser is recovered; None: the method's default."""
+    """Duration, learning rate and batches of a recovery; None: the method's default."""
 
     #: train as packed with the recipe, or in 16 bit; None: as packed where nothing is masked
     quantize: bool | None = None

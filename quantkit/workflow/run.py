@@ -1,4 +1,4 @@
-"""Everything in one go: calibrate, sparsify, pack and evaluate with one recipe."""
+"""The whole job with one recipe: calibrate, sparsify, pack and evaluate."""
 
 import logging
 import os
@@ -66,7 +66,7 @@ REPORT = "report"
 
 @dataclass(frozen=True, eq=False)
 class RunPlan:
-    """What a run would write; sizes are not known where a budget chooses the treatments."""
+    """The plan of a run; sizes are not known where a budget chooses the treatments."""
 
     recipe: Recipe
     output: Path

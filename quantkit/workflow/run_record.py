@@ -1,8 +1,8 @@
-"""What a run leaves beside its artefacts: what they follow from, a log, and how long it took.
+"""The record of a run next to its artefacts: digests of its inputs, a log, and durations.
 
-``run.json`` says what decides the artefacts, so that a later run knows whether it may go on with
-them. Each of them appears when it is complete, so what is there and follows from the same is not
-made again. Times are kept in the cache, where the next run of the same finds them.
+``run.json`` has digests of all inputs that decide the artefacts, so that a later run knows whether
+it may reuse them. An artefact appears when it is complete, so one of the same inputs is not made
+again. Durations are kept in the cache, where the next run of the same inputs finds them.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ LOG = "run.log"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What decides the artefacts of a run, in digests."""
+    """Digests of the inputs that decide the artefacts of a run."""
 
     #: of names, sizes and times of the model's files: hashing them would take as long as packing
     model: str
@@ -80,7 +80,7 @@ class RunRecord:
 
     @property
     def last_seconds(self) -> float | None:
-        """How long the same took last time, from nothing to its report; None: not known."""
+        """The duration of the last complete run of the same inputs; None: not known."""
         try:
             return float(read_json(self._time_file)["seconds"])
         except (InputError, KeyError, TypeError, ValueError):

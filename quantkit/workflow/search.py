@@ -1,4 +1,4 @@
-"""The smallest choice of treatments whose pictures pass a gate, by making the pictures."""
+"""Searching the smallest choice of treatments whose generated pictures pass a gate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Measuring what every layer loses under every treatment."""
+"""Measuring the error of every layer under every treatment."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,7 @@ class MeasuredSensitivity:
 
     @property
     def gains(self) -> dict[str, Gain]:
-        """How much the final latents make of each layer's error."""
+        """The gain from each layer's error to the final latents."""
         return find_gains(self.sensitivity.layers)
 
     def __repr__(self) -> str:

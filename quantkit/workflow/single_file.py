@@ -180,7 +180,7 @@ def open_single_file(source: SingleFile, *, progress: Progress = silent) -> Mode
         except OutputError:
             if not folder.is_dir():
                 raise
-    # When it was used last, for whoever makes room; a cache that is only read does without.
+    # The time of last use, for making room; a read-only cache does without.
     with suppress(OSError):
         os.utime(folder)
     model = open_model(folder)

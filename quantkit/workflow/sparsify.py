@@ -1,4 +1,4 @@
-"""Choosing masks: which weights of a model are kept."""
+"""Choosing the masks of a model."""
 
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,7 +33,7 @@ class Sparsified:
 
     @property
     def summary(self) -> str:
-        """How many layers are masked, in a line."""
+        """The number of masked layers, in a line."""
         decisions = self.masks.decisions
         chosen = [d.error for d in decisions if d.chosen and d.error is not None]
         mean = f", mean error {sum(chosen) / len(chosen):.4f}" if chosen else ""

@@ -158,7 +158,7 @@ DAMAGED = {
         r"a: rows of \(16,\) cut blocks of 32",
     ),
     "an early end": (whole(header([], TWO), 159), "bytes, expected"),
-    "a late end": (whole(header([], TWO), 161), "1 bytes behind the last tensor"),
+    "a late end": (whole(header([], TWO), 161), "1 bytes after the last tensor"),
     "true shapes that are none": (
         whole(header([entry("comfy.gguf.orig_shape.a", ARRAY, array(FLOAT32, 1, bytes(4)))],
                      TWO), 160),

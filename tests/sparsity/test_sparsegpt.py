@@ -243,7 +243,7 @@ def test_moments_of_other_shapes_are_refused(model, tmp_path, k, held):
     hessians.write("", "fc", moments)
     component = model.components[0]
     layer = next(x for x in list_layers(component) if x.name == "fc")
-    with pytest.raises(ArtefactError, match=r"shapes .* expected K 64 .* hessians of this model"):
+    with pytest.raises(ArtefactError, match=r"shape \(.*, expected \(.*collect the hessians"):
         hessians.read(component, layer)
 
 

@@ -1,4 +1,4 @@
-"""One call of attention on codes: whether a kernel takes it, and what it computes."""
+"""A call of attention on codes, and the reasons to leave it to torch."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from quantkit.numerics.formats import E4M3FN
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """How attention is computed."""
+    """Settings of attention on codes."""
 
     #: of queries and keys: e4m3fn or int8
     qk_format: str = E4M3FN.name

@@ -1,4 +1,4 @@
-"""What computes the attention of a packed component on a device, module by module."""
+"""The backend of each attention module of a packed component on a device."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _OF_STREAMS = frozenset({"FluxTransformer2DModel", "SD3Transformer2DModel"})
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """What would compute the attention of a module here."""
+    """The backend of one attention module on this device, with the reason."""
 
     component: str
     module: str

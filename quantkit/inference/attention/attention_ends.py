@@ -1,9 +1,8 @@
-"""What attention on codes ends in: 16 bit, or codes for the layer that alone reads them.
+"""Outputs of attention on codes: 16 bit, or codes for the output projection.
 
-Nothing stands between attention and its output projection. Where that reads codes of a given scale,
-the kernel of attention makes them of its sums, and 16 bit are not written and read again. The codes
-are those that quantizing would make of the 16 bit. Where somebody waits for a call of the layer, or
-torch.compile traces it, they are written as ever.
+Where the output projection has a static input scale, the kernel of attention quantizes its output
+itself, and 16 bit are not written and read again. The codes are those that quantizing would make of
+the 16 bit. Where the layer has hooks, or torch.compile traces it, 16 bit are written as usual.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Attention from projections: codes of the heads, for the product."""
+"""Attention from projections: quantizing heads to codes for the attention kernel."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -81,7 +81,7 @@ def product_of_streams(
     pv: str | None = E4M3FN.name,
     factors: HeadFactors | None = None,
 ) -> HeadProduct:
-    """Return attention over the tokens of one stream, or of two, one behind the other.
+    """Return attention over the tokens of one stream, or of two, concatenated.
 
     Args:
         streams: one or two.
@@ -146,7 +146,7 @@ def _codes(
 def _at_once(
     streams: Sequence[Stream], shape: Shape, made: HeadFactors, rotation: Rotation | None
 ) -> _Codes | None:
-    """Return all codes, of one launch; None where projections or norms are not alike."""
+    """Return all codes, of one launch; None where projections or norms differ."""
     norms, x = [norm for s in streams for norm in (s.norm_q, s.norm_k)], streams[0].q.x
     if not are_of_one_launch(norms, x.dtype):
         return None
@@ -180,7 +180,7 @@ def are_of_one_launch(norms: Sequence[nn.Module | None], dtype: torch.dtype) -> 
 
 
 def _some_end_in_codes(streams: Sequence[Stream], rotation: Rotation | None) -> bool:
-    """Tell whether a projection ends in codes, so that the others' are made apart."""
+    """Tell whether a projection ends in codes, so that the others' are made separately."""
     stream = streams[0]
     if len(streams) > 1:
         return False

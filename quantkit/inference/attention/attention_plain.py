@@ -1,8 +1,9 @@
-"""Attention of a packed UNet in 16 bit, as torch multiplies it, from projections.
+"""Attention of a packed UNet in 16 bit by torch, without the division by a factor of one.
 
-diffusers divides the output of each module by a factor that nearly always is one: a kernel that
-reads and writes all tokens for nothing, 140 times in SDXL's step. Where the factor is one, and
-nothing stands between projections and heads, its processor is written again without it.
+diffusers divides the output of each module by a factor that is one in nearly all models: a kernel
+that reads and writes all tokens for nothing, 140 times in SDXL's step. Where the factor is one, and
+nothing changes the heads between projections and attention, its processor is reimplemented without
+the division.
 """
 
 from collections.abc import Sequence

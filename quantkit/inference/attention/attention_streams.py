@@ -1,9 +1,9 @@
-"""Processors of diffusers that quantkit computes from their projections on.
+"""Reimplemented attention processors of diffusers.
 
 A static scale belongs to a module, which the call of attention inside a processor does not know. So
-these few are written again, for the modules that have scales, for heads in 16 bit that one pass
-makes (``attention_wide``), and to leave out what UNets' divide by (``attention_plain``). They leave
-everything else, as norms that are not theirs, to the processor itself.
+these few are reimplemented, for modules with scales, for heads in 16 bit that one kernel makes
+(``attention_wide``), and to skip a division in UNets (``attention_plain``). Everything else, such
+as norms that they do not know, is left to the original processor.
 """
 
 import inspect
@@ -134,7 +134,7 @@ class _CodedAttention(NamedTuple):
     ) -> Tensor | Normed | None:
         """Return attention over the tokens of all streams, one after another: (B, T, H * D).
 
-        None where gradients are wanted.
+        None where gradients are enabled.
 
         Args:
             streams: of tokens.
@@ -278,7 +278,7 @@ def _side_by_side(x: Tensor, count: int) -> list[Projection]:
 
 
 def _out(attn: Any, y: Tensor | Normed) -> Tensor:
-    """Return the output projection's result, behind it the dropout."""
+    """Return the result of the output projection and dropout."""
     projection, dropout = attn.to_out[0], attn.to_out[1]
     result: Tensor = dropout(projection(y))
     return result

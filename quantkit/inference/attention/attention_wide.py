@@ -1,9 +1,9 @@
-"""Attention in 16 bit from projections: one pass makes its heads, torch multiplies them.
+"""Attention in 16 bit: one fused kernel prepares the heads, torch multiplies them.
 
-Between projections and attention stand norms of the heads, a rotation, and what puts two streams
-behind each other: some ten kernels for each tensor where torch runs them one by one. On a GPU one
-operation does it. Where torch.compile fuses them itself, and where gradients are wanted or
-somebody waits for a norm's call, they are diffusers' own.
+Between projections and attention are norms of the heads, rotary embeddings and a concatenation of
+two streams: some ten kernels for each tensor where torch runs them one by one. On a GPU one
+operation does it. Where torch.compile fuses them itself, where gradients are enabled or a norm has
+hooks, diffusers' own code runs.
 """
 
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ class WideAttention(NamedTuple):
 
 
 def _are_known(norms: Sequence[Any], size: int, like: Tensor | Normed) -> bool:
-    """Tell whether norms are all RMS norms of heads, alike, and nobody waits for their calls."""
+    """Tell whether all norms are equal RMS norms of heads without hooks."""
     found = [norm for norm in norms if norm is not None]
     return len({getattr(norm, "eps", None) for norm in found}) <= 1 and all(
         _is_rms(norm, size, like) for norm in found

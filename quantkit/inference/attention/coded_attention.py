@@ -1,4 +1,4 @@
-"""Attention of diffusers' models on 8-bit codes, packed or not."""
+"""Installing attention on 8-bit codes in diffusers' models, packed or not."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ _SET, _SET_DEFAULT = "set_attn_processor", "set_default_attn_processor"
 
 @dataclass(frozen=True)
 class AttentionLayers:
-    """Which attention modules of a model are quantized."""
+    """The attention modules of a model, quantized or not."""
 
     quantized: tuple[str, ...] = ()
     #: module -> why it keeps its processor
@@ -170,7 +170,7 @@ def _plain(processor: Any) -> Any:
 
 
 class _Quantized:
-    """What marks a processor as quantized, or as one of a packed model that does less."""
+    """A marker base of processors that quantkit has replaced."""
 
     settings: AttentionSettings | None
 

@@ -1,7 +1,7 @@
-"""Self-attention whose three projections end in codes in one launch.
+"""Self-attention with three projections fused into one launch that writes codes.
 
-Scales and biases of the projections have factors and means of heads in them. They are made when a
-model is loaded: made in every call, they would cost more launches than projections and attention.
+Factors and means of heads are folded into scales and biases of the projections when a model is
+loaded: folding in every call would cost more launches than projections and attention.
 """
 
 from typing import Any, NamedTuple

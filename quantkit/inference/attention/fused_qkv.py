@@ -115,7 +115,7 @@ def fuse_projections(self: Any, fuse: bool = True) -> None:  # noqa: FBT001, FBT
         fuse: kept as ``fused_projections``, which processors read.
 
     Raises:
-        InputError: projections that are not packed alike; nothing was changed.
+        InputError: projections that are packed differently; nothing was changed.
     """
     if not getattr(self, "_supports_qkv_fusion", True) or getattr(self, "fused_projections", False):
         return

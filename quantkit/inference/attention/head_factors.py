@@ -1,6 +1,6 @@
-"""What codes of heads are made with, kept where it follows from a module's static scales.
+"""A cache of the factors that quantize heads, for modules with static scales.
 
-Made in every call, it would be some ten small kernels before attention.
+Computing them in every call would take some ten small kernels before attention.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ _FIXED = "quantkit_fixed_factors"
 
 
 class Kept:
-    """Factors, and what they were made of; a copy of the module makes its own."""
+    """Factors cached with the scales that they follow from; a copy of the module starts empty."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[tuple[Version, ...], HeadFactors]] = {}
@@ -52,7 +52,7 @@ def fix_factors(module: Any, scales: AttentionScales, qk_format: str) -> None:
 
 
 def factors_of(module: Any, scales: AttentionScales, qk_format: str) -> HeadFactors | None:
-    """Return what codes of a module's heads are made with; None where a call is traced.
+    """Return the factors that quantize a module's heads; None where a call is traced.
 
     Args:
         module: of attention, with ``scales``.

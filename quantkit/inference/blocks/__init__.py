@@ -1,1 +1,1 @@
-"""Norms, activations and residuals of blocks in one kernel with the codes that follow."""
+"""Fusions of norms, activations and residuals of blocks with quantization."""

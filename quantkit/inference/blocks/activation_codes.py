@@ -1,10 +1,10 @@
-"""Activations that end in codes for the layer behind them.
+"""Activations fused with quantization for the next layer.
 
-Between two layers stands an activation: 16 bit are written, read, written and read again to be
-quantized. Where an operation computes activation and codes in one pass (on a GPU), codes are all
-that leaves it, as behind norms (``norm_codes``); where the layer before is packed, the product
-itself ends in them (``device.ops.project_gelu``); where torch.compile quantizes by itself
-(``fusing``), its own kernel does the same.
+For an activation between two layers, 16 bit are written, read, written and read again to be
+quantized. On a GPU one operation computes activation and codes and writes codes only, as for norms
+(``norm_codes``). Where the layer before is packed, its product writes them
+(``device.ops.project_gelu``). Where torch.compile quantizes by itself (``compiler_fuses``), its own
+kernel does the same.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ def is_one_pass(
 def is_one_product(
     layer: Any, activation: Any, reader: Any, x: Tensor | Normed, beside: Tensor | None = None
 ) -> bool:
-    """Tell whether one operation computes a layer, the activation behind it, and codes of that.
+    """Tell whether one operation computes a layer, the activation after it, and its codes.
 
     Args:
         layer: what is activated is its output.

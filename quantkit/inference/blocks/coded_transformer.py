@@ -1,4 +1,4 @@
-"""Transformer2DModel of packed models: its group norm writes the codes of its first layer."""
+"""Transformer2DModel of packed models, with its group norm and quantization fused."""
 
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, channels_last

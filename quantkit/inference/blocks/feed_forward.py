@@ -1,11 +1,10 @@
-"""Networks of packed models: what stands between their layers ends in codes for the second one.
+"""Feed-forward networks of packed models, with activation and quantization fused.
 
 With GEGLU, diffusers' FeedForward writes the product, reads half of it for gelu, writes that, reads
 both to multiply, writes that, and reads it again to quantize it: 16 bit each time. On a GPU the
-codes are all that leaves the first product (``device.ops.geglu``), and with GELU or SiLU as well
-(``activation_codes``), in a pass of its own where the first layer is not packed. On the CPU, and
-wherever somebody looks at a layer or moves it (hooks, offloading), the modules are called one by
-one.
+first product writes codes only (``device.ops.geglu``), and with GELU or SiLU as well
+(``activation_codes``), in a kernel of its own where the first layer is not packed. On the CPU, and
+wherever a layer has hooks or is offloaded, the modules are called one by one.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,9 +1,9 @@
-"""What stands before and behind the blocks of a packed UNet, in 16 bit, with channels last.
+"""First and last layers of a packed UNet in 16 bit with channels last.
 
-Blocks whose norms write codes read and write pictures with channels last. torch's convolutions
-give what they are given, and its group norm copies a picture to have channels first. Here the
-first layer has channels last from the start, the last norm and its SiLU are quantkit's, and what
-the model returns has channels first, as ever. Only on a GPU, outside of torch.compile.
+Blocks whose norms write codes read and write pictures with channels last. torch's convolutions keep
+the layout of their input, and its group norm copies a picture to channels first. Here the first
+layer converts to channels last, quantkit computes the last norm and its SiLU, and the model returns
+channels first, as usual. Only on a GPU, outside of torch.compile.
 
 Modules are replaced by exact class; parameters are the same.
 """
@@ -23,7 +23,7 @@ from quantkit.inference.blocks.picture_norms import (
 from quantkit.inference.layers.modules import is_watched
 
 _LAST = torch.channels_last
-#: What a norm is told to keep: the activation behind it.
+#: The attribute of a norm that holds the activation after it.
 _BEHIND = "activation_behind"
 
 
@@ -48,13 +48,13 @@ class LastConv2d(nn.Conv2d):
 
 
 class Activated(NamedTuple):
-    """What a norm gives to the activation behind it where it computed that, too."""
+    """A norm's output with the activation applied, passed to the activation module."""
 
     y: Tensor
 
 
 class LastGroupNorm(nn.GroupNorm):
-    """A group norm that computes the SiLU behind it."""
+    """A group norm that also computes the SiLU after it."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as torch names it
         """Return the norm, or to a ``LastSiLU`` what that is to return."""
@@ -113,7 +113,7 @@ def _ends_of(model: nn.Module) -> Iterator[tuple[Any, type[nn.Module]]]:
 
 
 def _is_one_pass(norm: LastGroupNorm, behind: nn.Module, x: Tensor) -> bool:
-    """Tell whether one operation computes a norm and the activation behind it."""
+    """Tell whether one operation computes a norm and the activation after it."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
         return False
     if type(behind) is not LastSiLU or is_watched(norm) or is_watched(behind):

@@ -1,7 +1,7 @@
-"""Blocks of packed UNets that hand codes on; see ``picture_norms`` and ``upsampling``.
+"""ResNet blocks of packed UNets with fused norms; see ``picture_norms`` and ``upsampling``.
 
-A block is replaced by exact class, as its forward hands 16 bit from the norm to its layer.
-Parameters and submodules are the same.
+A block is replaced by exact class, because diffusers' forward passes 16 bit from the norm to its
+layer. Parameters and submodules are the same.
 """
 
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def _classes() -> dict[type, tuple[Callable[[Any], bool], type]]:
 
 
 def install(model: nn.Module) -> None:
-    """Let norms and upsamplers write codes where the layers behind them allow it."""
+    """Let norms and upsamplers write codes where the layers after them allow it."""
     for module in model.modules():
         if type(module) in _classes():
             can_be, coded = _classes()[type(module)]

@@ -1,11 +1,11 @@
-"""Two streams of tokens as one: what a block returned as two views is what the next one joins."""
+"""Concatenation of two token streams, without a copy where both are views of one tensor."""
 
 import torch
 from torch import Tensor
 
 
 def joined(first: Tensor, second: Tensor) -> Tensor:
-    """Return ``torch.cat([first, second], dim=1)``, without a copy of views that are neighbours.
+    """Return ``torch.cat([first, second], dim=1)``, without a copy of views that are adjacent.
 
     Args:
         first: (B, T, K).
@@ -22,7 +22,7 @@ def joined(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _are_neighbours(first: Tensor, second: Tensor) -> bool:
-    """Tell whether tokens of the second lie behind those of the first, in one contiguous tensor."""
+    """Tell whether tokens of the second follow those of the first in one contiguous tensor."""
     plain = type(first) is type(second) is Tensor and first.device.type != "meta"
     graph = torch.is_grad_enabled() and (first.requires_grad or second.requires_grad)
     alike = first.ndim == second.ndim == 3 and first.dtype is second.dtype

@@ -1,12 +1,12 @@
-"""Norms that end in codes, one for all layers that read them.
+"""Norms fused with quantization, computed once for all layers that read them.
 
 Layers that read one norm have one scale: it comes from the same numbers. So the norm's codes are
-made once, for queries, keys and values alike, and where an operation computes norm and codes in one
-pass (on a GPU), 16 bit between them are never written.
+made once for queries, keys and values. On a GPU one operation computes norm and codes, and 16 bit
+between them are never written.
 
-Whoever waits for a call of a layer gets it, and so does an adapter: then the norm gives its 16 bit
-to all of them. So it does where torch.compile quantizes by itself (``fusing``): its own kernel of
-norm and codes was the fastest.
+Where a layer has hooks or an adapter, the norm passes its 16 bit to all of them. So it does where
+torch.compile quantizes by itself (``compiler_fuses``): its own kernel of norm and codes was the
+fastest.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ _ALIGNED = 8
 
 
 class Modulation(NamedTuple):
-    """What AdaLN does behind a norm: ``norm(x) * (1 + scale) + shift``, each (B, K)."""
+    """The modulation of AdaLN after a norm: ``norm(x) * (1 + scale) + shift``, each (B, K)."""
 
     scale: Tensor
     shift: Tensor
 
 
 class Branch(NamedTuple):
-    """What is added before a norm: ``gate * x``, x as the norm's input, gate (B, K) or None."""
+    """A summand before a norm: ``gate * x``, x as the norm's input, gate (B, K) or None."""
 
     x: Tensor
     gate: Tensor | None = None
@@ -148,7 +148,7 @@ def _summed_in_one_pass(
 def _between(
     norm: nn.LayerNorm, reader: PackedLinear, modulation: Modulation | None
 ) -> tuple[Any, ...]:
-    """Return the operands behind what is normed, and the options."""
+    """Return the operands after the norm's input, and the options."""
     up, by = modulation or (None, None)
     numbers = (norm.weight, norm.bias, up, by, *reader.smooth_and_scale)
     return *numbers, norm.eps, True, reader.scheme.input.name

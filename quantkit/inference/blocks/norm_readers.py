@@ -1,4 +1,4 @@
-"""Which packed layers read a norm of a block, and whether anything else does."""
+"""The packed layers that read a block's norm, and whether anything else reads it."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -32,18 +32,18 @@ _PROCESSORS = frozenset({
 class Readers:
     """The layers that read a norm of a block, found once; a call asks whether they still do.
 
-    Found anew, they would cost a call as much as the operation that they save.
+    Finding them in every call would cost as much as the operation that they save.
     """
 
     def __init__(self) -> None:
         self.layers: list[Any] = []
         #: table, name and what stands there: adapters and ``set_processor`` put something else in
         self._places: list[tuple[dict[str, Any], str, Any]] = []
-        #: namespaces of modules that nobody may wait for
+        #: namespaces of modules that may not have hooks
         self._watched: list[dict[str, Any]] = []
 
     def hold(self) -> bool:
-        """Tell whether nobody took a place, or waits for a call."""
+        """Tell whether no place was taken and no module got hooks."""
         for table, name, value in self._places:
             if table.get(name) is not value:
                 return False
@@ -141,7 +141,7 @@ def end_at(block: nn.Module, path: str) -> Readers | None:
 
 
 def _add_last(found: Readers, parts: nn.Module, place: int) -> None:
-    """Add the layer at a place among modules, behind which, and before, nothing changes numbers."""
+    """Add the layer at a place among modules, where the others do not change numbers."""
     for name in parts._modules.keys() - {str(place), "0"}:  # noqa: SLF001  as above
         dropout = found.module(parts, name)
         if type(dropout) is not nn.Dropout or found.value(dropout, "training"):
@@ -173,7 +173,7 @@ def _check_network(found: Readers, network: Any) -> None:
 
 
 class CodedNorms:
-    """Which norms of a block end in codes, and their readers; a copy of the block finds its own."""
+    """Norms of a block that write codes, and their readers; a copy of the block finds its own."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names

@@ -1,7 +1,7 @@
-"""Transformer blocks of packed models whose norms end in codes; see ``norm_codes``.
+"""Transformer blocks of packed models with fused norms; see ``norm_codes``.
 
-A block is replaced by exact class, as diffusers' own hand 16 bit from the norm to what reads it.
-What is computed is what diffusers computes, in its order; parameters and submodules are the same.
+A block is replaced by exact class, because diffusers' forward passes 16 bit from the norm to the
+layers. It computes the same in the same order; parameters and submodules are the same.
 """
 
 from collections.abc import Mapping
@@ -258,7 +258,7 @@ def _end(block: Any, path: str) -> Any:
 
 
 def _is_usual(block: Any, x: Tensor) -> bool:
-    """Tell whether a block is computed as SDXL's: LayerNorms, and nothing beside them."""
+    """Tell whether a block is computed as SDXL's: with LayerNorms, without extra modules."""
     unusual = block.only_cross_attention or block.attn2 is None or block.pos_embed is not None
     chunked = block._chunk_size is not None  # noqa: SLF001  diffusers has no other name for it
     return block.norm_type == "layer_norm" and x.ndim == 3 and not (unusual or chunked)
@@ -284,7 +284,7 @@ def _adaptive(block: Any, name: str, x: Tensor, emb: Tensor) -> tuple[Any, ...]:
 def _feed_forward(
     block: Any, suffix: str, parts: tuple[Tensor, Branch | None], mlp: list[Tensor]
 ) -> Tensor:
-    """Return tokens behind attention's branch and the network's; its shift, scale and gate."""
+    """Return tokens after attention's branch, and the network's shift, scale and gate."""
     shift, scale, gate = mlp
     name, network = f"norm2{suffix}", getattr(block, f"ff{suffix}")
     readers = _readers(block, name, parts[0])

@@ -1,9 +1,9 @@
-"""Group norms of packed models that write codes: no tensor between a norm and its layer.
+"""Group norms fused with activation and quantization in packed models.
 
 diffusers normalises a picture, applies SiLU, and gives it to a convolution, which changes its
 layout and quantizes it: four passes over 16 bit. Here the norm's kernels read it with channels
-last, as it comes from the layer before, and write codes. Only on a GPU, outside of torch.compile,
-which joins these on its own, and only where nobody looks at a layer (hooks, offloading, adapters).
+last, as the layer before wrote it, and write codes. Only on a GPU, outside of torch.compile, which
+fuses these on its own, and only for layers without hooks, offloading or adapters.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def is_coded(x: Tensor, pairs: tuple[tuple[Any, Any], ...], others: tuple[Any, .
 
     Args:
         x: a picture.
-        pairs: norms, and the layers behind them.
+        pairs: norms, and the layers after them.
         others: modules whose calls are left out.
     """
     if torch.compiler.is_compiling():
@@ -79,7 +79,7 @@ def pixels(x: Tensor) -> Tensor:
 
 
 def norm_pictures(norm: nn.GroupNorm, x: Tensor, activation: str) -> Tensor:
-    """Return the norm of (B, C, H, W) with an activation behind it, with channels last."""
+    """Return the norm of (B, C, H, W), then an activation, with channels last."""
     rows = pixels(x.contiguous(memory_format=torch.channels_last))
     partials = OPERATORS["group_partials"](rows.flatten(1, 2), None, norm.num_groups)
     y: Tensor = OPERATORS["group_norm"](

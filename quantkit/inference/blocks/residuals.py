@@ -1,10 +1,10 @@
-"""Sums of packed models that a layer's kernel ends in: a residual, and a gate before it.
+"""Residual sums, with or without a gate, fused into the last layer's kernel.
 
-diffusers' blocks write a product, read it again to add it to what they had, and write the sum. On a
+diffusers' blocks write a product, read it again to add it to the residual, and write the sum. On a
 GPU, outside of torch.compile, the kernel of the branch's last layer reads the residual and writes
-the sum, rounded once. The layer is called by attention or a network, which know nothing of that: it
-gets another ``forward`` for as long as they run. Where somebody looks at a call (hooks, offloading,
-adapters), or has a gradient, the sum is computed as ever.
+the sum, rounded once. Attention or a network calls the layer and knows nothing of that: the layer
+gets another ``forward`` for as long as they run. With hooks, offloading, adapters or a gradient,
+the sum is computed as usual.
 """
 
 from threading import get_ident

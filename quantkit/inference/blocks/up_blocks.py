@@ -1,8 +1,9 @@
-"""Up-blocks of packed UNets: skip connections are put beside pictures as rows of pixels.
+"""Up-blocks of packed UNets with a faster concatenation of skip connections.
 
-torch takes a faster kernel for the last axis of contiguous tensors than for channels that are last
-in memory alone: an H200 takes 0.17 instead of 0.31 ms for SDXL's nine concatenations. Blocks are
-replaced by exact class; parameters and submodules are the same.
+Pictures are concatenated as rows of pixels: torch has a faster kernel for the last axis of
+contiguous tensors than for channels that are last in memory only. An H200 takes 0.17 instead of
+0.31 ms for SDXL's nine concatenations. Blocks are replaced by exact class; parameters and
+submodules are the same.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""Upsamplers of packed models: pixels are quantized before they are repeated.
+"""Upsamplers of packed models that quantize pixels before repeating them.
 
 Each pixel of a nearest upsampling is one of the small picture, and so are its codes: a quarter is
-read to quantize, and bytes are repeated in place of 16 bit. Outside of torch.compile, which joins
+read to quantize, and bytes are repeated instead of 16 bit. Outside of torch.compile, which fuses
 these on its own.
 """
 

@@ -1,4 +1,4 @@
-"""Codes as frozen parameters: what offloads and counts a model sees them as its weights."""
+"""Codes as frozen parameters, so that offloading and parameter counts include them."""
 
 from typing import Any
 

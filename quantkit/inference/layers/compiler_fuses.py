@@ -1,4 +1,4 @@
-"""Whether torch.compile writes the quantizing of inputs itself.
+"""The choice of letting torch.compile fuse the quantization of inputs.
 
 An operator is opaque to it: the norm or activation before it would write 16 bit that the operator
 reads again. Written in plain PyTorch, quantizing becomes a part of that kernel. Codes can then

@@ -1,8 +1,8 @@
-"""``layer.weight`` of a packed layer: the dense weight, for those who read it and call no layer.
+"""``layer.weight`` of a packed layer: the dense weight, for code that reads it directly.
 
 Adapters multiply a weight themselves, processors cast to its dtype, modules hand it to functions of
 torch. They get a tensor of the dense shape, in the compute dtype. Its values are dequantized for
-the operation that reads them, and kept by nobody; what is written to it would be lost.
+the operation that reads them, and not kept; writes to it would be lost.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class DenseWeight(Tensor):
-    """A weight that each operation dequantizes anew; views of it refuse to be written to, too."""
+    """A weight that each operation dequantizes again; views of it refuse writes, too."""
 
     #: nn.Parameter's own sign, by which ``get_parameter`` takes it
     _is_param = True

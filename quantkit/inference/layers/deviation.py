@@ -1,4 +1,4 @@
-"""How far the kernels are from ``reference``, and packed layers from 16-bit ones, on a live run.
+"""Deviations of kernels from ``reference``, and of packed from 16-bit layers, on a live run.
 
 ``watch`` hooks the packed layers of a loaded pipeline. A watched call is computed a second time by
 plain PyTorch on the very input it had, and, with the original pipeline at hand, by its dense layer.
@@ -19,7 +19,7 @@ from quantkit.inference.layers.packed_layer import PackedLayer
 
 @dataclass
 class LayerDeviation:
-    """What was seen of one layer; grows while it is watched."""
+    """The measured deviations of one layer; updated while it is watched."""
 
     #: calls of the layer
     calls: int = 0

@@ -1,4 +1,4 @@
-"""Whether one operation takes the place of a module and of quantizing what it gives."""
+"""The choice of one operation for a module and the quantization of its output."""
 
 from functools import lru_cache
 

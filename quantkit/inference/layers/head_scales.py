@@ -13,7 +13,7 @@ from quantkit.numerics.attention_scales import SHAPES, AttentionScales
 
 
 class Folds(NamedTuple):
-    """What three projections end in codes with, and attention in 16 bit; float32."""
+    """Folded scales and biases of projections that write codes, and of values; float32."""
 
     #: (3, N) each: of queries, keys and values, factors and means of heads in them
     scale: Tensor
@@ -24,7 +24,7 @@ class Folds(NamedTuple):
 
 
 class StaticScales(NamedTuple):
-    """What an attention module has."""
+    """The static scales of an attention module."""
 
     scales: AttentionScales
     #: None where its projections have not been folded
@@ -32,7 +32,7 @@ class StaticScales(NamedTuple):
 
 
 class HeadScales(nn.Module):
-    """The tensors of FORMAT.md, and what follows from them; float32 whatever the model is in."""
+    """The tensors of FORMAT.md, and values derived from them; float32 in a model of any dtype."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()

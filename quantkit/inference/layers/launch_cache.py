@@ -1,9 +1,9 @@
-"""Calls of packed layers that were made before: kernels are launched, and nothing is asked.
+"""A cache of prepared launches of packed layers, which skips all look-ups.
 
-What a call of a layer looks up (operations, operands, prepared calls) is the same for every input
-of a shape, and takes the host longer than the launches. So a layer keeps, for each shape and dtype
-of its input, the prepared calls and where lies what they read beside the input. They are used for
-as long as the layer has the very tensors, at the very addresses.
+The look-ups of a layer's call (operations, operands, prepared calls) give the same for every input
+of a shape, and take the host longer than the launches. So a layer keeps, for each shape and dtype
+of its input, the prepared calls and the addresses of its own tensors. They are used for as long as
+the layer has the same tensors at the same addresses.
 """
 
 from collections.abc import Callable, Hashable
@@ -24,7 +24,7 @@ _MOST = 32
 
 
 class DirectCalls:
-    """The calls of one layer; a copy of the layer starts with none."""
+    """The prepared launches of one layer; a copy of the layer starts with none."""
 
     def __init__(self) -> None:
         #: key -> call, or None where more is done; and what they read. In one
@@ -58,7 +58,7 @@ class DirectCalls:
 
 
 def key_of(x: object, *others: Hashable) -> Hashable:
-    """Return what a direct call depends on, beside the layer's tensors; None where there is none.
+    """Return the key of a direct call, besides the layer's tensors; None where there is none.
 
     Args:
         x: the input.

@@ -1,4 +1,4 @@
-"""What computes a packed layer on a device: one of a loaded model, or of files."""
+"""The backend of each packed layer on a device, for a loaded model or for files."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ _CONV_RANK = 4
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What would compute a packed layer here."""
+    """The backend of one packed layer on this device, with the reason."""
 
     component: str
     layer: str

@@ -1,4 +1,4 @@
-"""What a loaded model says of its packed layers: which they are, and what computes each."""
+"""A summary of a loaded model's packed layers and their backends."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

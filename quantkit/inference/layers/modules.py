@@ -264,7 +264,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         """Return codes of queries, keys and values of one input; see ``project_heads``.
 
         Args:
-            x: (B, T, K), of layers that read it alike.
+            x: (B, T, K), of layers that quantize it with one scale.
             others: of keys and of values; this one is of queries.
             folds: scales and biases of the three, with factors and means of heads.
             heads: H, of N / H outputs.
@@ -370,7 +370,7 @@ def pack_module(
 
 
 class Adding:
-    """What takes the place of a layer's ``forward`` to add its product to something."""
+    """The base of callables that replace a layer's ``forward`` to add its product to a residual."""
 
 
 def is_watched(layer: nn.Module) -> bool:

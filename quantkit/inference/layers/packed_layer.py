@@ -1,7 +1,7 @@
-"""What packed layers share: the tensors of FORMAT.md, quantizing an input, and the multiply.
+"""The base class of packed layers: tensors of FORMAT.md, quantization of inputs, the multiply.
 
-Codes and scales of a weight are frozen parameters: what offloads a model, and what counts it, looks
-at parameters alone.
+Codes and scales of a weight are frozen parameters, because offloading and parameter counts look at
+parameters only.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ CODES = ("weight", "weight_meta", "weight_group", "weight_scale")
 
 
 class PackedLayer(nn.Module):
-    """What PackedLinear and PackedConv2d share: the tensors of FORMAT.md, and the multiply."""
+    """The base of PackedLinear and PackedConv2d: the tensors of FORMAT.md, and the multiply."""
 
     kind: Kind
     #: what the layer stands for: nn.Linear or nn.Conv2d
@@ -219,7 +219,7 @@ class PackedLayer(nn.Module):
         return self._of_bucket(self._part("input_scale"))
 
     def stored(self) -> tuple[Tensor, ...]:
-        """Return the weight's codes, and behind them a sparse one's positions, or factors."""
+        """Return the weight's codes, then the positions of a sparse one, or factors."""
         meta, factors = self._weight("weight_meta"), self._weight("weight_group")
         if meta is not None:
             return self.row_codes, meta

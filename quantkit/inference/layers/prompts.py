@@ -1,13 +1,12 @@
-"""Keys and values of a prompt, once per picture: they depend on its embedding alone.
+"""A cache of cross-attention keys and values: they depend on the prompt's embedding only.
 
-UNets hand one embedding to every cross-attention at every step. A layer that gets the very tensor
-that it got before gives the very result that it gave before. The same is not the equal: what is
-compared is the tensor's identity, and the version that torch counts up whenever it is written. A
-result is kept when an embedding comes a second time, so inputs that are made anew at each step (a
-projection inside the model) cost no memory.
+UNets pass one embedding to every cross-attention at every step. A layer that gets the same tensor
+again returns its previous result. Tensors are compared by identity and by the version that torch
+increments at every write, not by value. A result is kept when an embedding comes a second time, so
+inputs that are computed again at each step (a projection inside the model) cost no memory.
 
-A compiled or captured step computes them every time: what is compared would be compared once, while
-it is traced, and never again. A replayed step reads them where ``pipelines.kept_results`` keeps
+A compiled or captured step computes them every time: the comparison would run once, while the step
+is traced, and never again. A replayed step reads them where ``pipelines.kept_results`` keeps
 them.
 """
 
@@ -63,7 +62,7 @@ class _Entry:
 
 
 class Kept:
-    """What a layer keeps, of the last prompts; a copy of the layer starts anew."""
+    """A layer's results for the last prompts; a copy of the layer starts empty."""
 
     def __init__(self) -> None:
         self.entries: tuple[_Entry, ...] = ()
@@ -123,7 +122,7 @@ class PromptLinear(PackedLinear):
 
 
 def install(model: nn.Module) -> None:
-    """Let the layers that read the prompt keep what they make of it."""
+    """Let the layers that read the prompt cache their results."""
     for module in model.modules():
         if getattr(module, "is_cross_attention", False):
             for layer in (getattr(module, name, None) for name in _READERS):
@@ -181,7 +180,7 @@ def _is_recorded(x: Tensor) -> bool:
 
 
 def _how(x: Tensor) -> tuple[Any, ...]:
-    """Return what a result depends on beside values: their view, how sums are made, and where."""
+    """Return what a result depends on besides values: the view, the kind of sums, the device."""
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
     return x.shape, x.stride(), x.dtype, forced(), sums_are_fast(), stream
 

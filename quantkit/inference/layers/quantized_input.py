@@ -1,4 +1,4 @@
-"""What a norm or an activation gives to packed layers: codes of it, in place of its 16 bit."""
+"""Quantized inputs: codes that a norm or activation passes to packed layers instead of 16 bit."""
 
 from typing import NamedTuple
 
@@ -20,12 +20,12 @@ class Normed(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """The number of axes."""
         return len(self.shape)
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """The device of the codes."""
         return self.codes.device
 
     @property

@@ -1,4 +1,4 @@
-"""Static scales per timestep bucket: the root model says which bucket, packed layers read it.
+"""Static scales per timestep bucket: the root model finds the bucket, packed layers read it.
 
 The bucket is a tensor on the device, found by the forward of the root model: no value comes back
 to the host, nothing in a layer changes, and ``torch.compile`` traces it all. It belongs to one
@@ -23,7 +23,7 @@ CHILD = "quantkit_buckets"
 
 
 class _Threads:
-    """What the threads that share a model have of their own; a copy of the model starts anew."""
+    """The thread-local state of a shared model; a copy of the model starts with its own."""
 
     def __init__(self) -> None:
         self.own = threading.local()
@@ -88,7 +88,7 @@ class TimestepBuckets(nn.Module):
             self.threads.own.index = self._shared = index
 
     def forget(self) -> None:
-        """Leave nothing of a traced call behind: its tensors may be a CUDA graph's."""
+        """Drop the state of a traced call: its tensors may be a CUDA graph's."""
         self._traced = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature

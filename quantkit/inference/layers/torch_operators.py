@@ -1,4 +1,4 @@
-"""The operations as ``torch.library`` operators: ``torch.compile`` sees through them.
+"""The operations as ``torch.library`` operators, which ``torch.compile`` traces.
 
 Each has a fake implementation (shapes and dtypes only). What computes is ``device.ops.call``, which
 chooses kernel or reference at run time, outside of any compiled graph. Codes are uint8 here; the

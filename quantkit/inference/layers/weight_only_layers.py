@@ -1,7 +1,7 @@
-"""Layers whose inputs stay in 16 bit: few rows are multiplied by weights as they are packed.
+"""Weight-only layers: kernels that read packed weights for few rows, torch's GEMM for more.
 
-More rows, and inputs in float32, take a dequantized weight and torch's GEMM: it decodes a weight
-once for all rows, and few rows wait for its bytes alone.
+Few rows are bound by reading the weight's bytes. More rows, and inputs in float32, take a
+dequantized weight and torch's GEMM, which decodes the weight once for all rows.
 """
 
 import torch

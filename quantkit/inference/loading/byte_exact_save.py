@@ -1,4 +1,4 @@
-"""Saving the 16-bit components beside a packed one: the same bytes back, if they were not changed.
+"""Byte-exact saving of a packed pipeline's 16-bit components, if they were not changed.
 
 A packed pipeline computes in one dtype, so its text encoders and VAE may be in another one than on
 disk, and diffusers would save them so. These components save as always; where the result is the

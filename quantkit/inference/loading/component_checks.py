@@ -1,4 +1,4 @@
-"""What is checked whenever a packed component is loaded: its files, and files against the model.
+"""Checks when a packed component is loaded: its files, and files against the model.
 
 Headers and scales follow the rules of FORMAT.md (``open_packed``), and files fit the model that
 diffusers has built. Codes are looked at by ``quantkit verify`` alone: checksums say that they are

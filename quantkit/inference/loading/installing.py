@@ -1,4 +1,4 @@
-"""What loading gives a packed model beside its layers: methods, networks, norms, attention."""
+"""Installing a packed model's methods, networks, norms and attention after its layers."""
 
 from torch import nn
 
@@ -44,8 +44,8 @@ def install(model: nn.Module, packed: PackedAttention | None = None) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Undo ``install``, and what loading did beside it, once no layer is packed any more."""
-    # Likewise.
+    """Undo ``install`` and the other changes of loading, once no layer is packed any more."""
+    # Imported here for the same reason as in ``install``.
     from quantkit.inference.blocks import normed_blocks, up_blocks
 
     for installed in (*_LASTING, normed_blocks, up_blocks):

@@ -1,4 +1,4 @@
-"""Methods of a packed model: what diffusers' own would do wrong with codes.
+"""Methods of a packed model that replace diffusers' own, which would be wrong for codes.
 
 They stand on the instance, not on a class of ours: the name of its class says in config.json and
 model_index.json what a model is. As partials they follow copies, and pickles.

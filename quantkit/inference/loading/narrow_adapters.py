@@ -1,4 +1,4 @@
-"""Adapters with fewer columns than a packed layer: padded to the layer's, not to its codes'.
+"""Adapters with fewer columns than a packed layer, padded to the width of the dense weight.
 
 FLUX's Fill and Control models take LoRAs of FLUX, whose first layer is narrower. diffusers pads
 them to the width of a weight in the state dict, where two int4 codes are one column.

@@ -1,4 +1,4 @@
-"""Offloading by accelerate: it moves the codes of a layer, not the dense weight that one reads.
+"""Offloading by accelerate that moves the codes of a layer, not its dense ``weight``.
 
 It looks a parameter up as an attribute of its module, by the name that the module keeps it under:
 ``weight``, which of a packed layer is dense.

@@ -41,7 +41,7 @@ def load_pipeline(
         torch_dtype: float16, bfloat16 or float32; by default float32 on the CPU, elsewhere
             bfloat16 where the denoiser's 16-bit tensors are that, else float16.
         device: where to put it; the CPU by default.
-        checksums: hash everything that is read, beside reading it.
+        checksums: hash everything that is read, while it is read.
         replay: record the denoisers' steps and launch them again, on a GPU (``quantkit.replay``).
 
     Returns:

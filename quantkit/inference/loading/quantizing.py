@@ -1,4 +1,4 @@
-"""What the quantizers of diffusers and transformers share: config, devices, replacing layers."""
+"""Common code of the diffusers and transformers quantizers: config, devices, replacing layers."""
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum

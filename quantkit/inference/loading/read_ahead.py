@@ -1,8 +1,8 @@
-"""Packed tensors that threads read into memory of their own while a library builds the model.
+"""Threads that read packed tensors ahead while a library builds the model.
 
-What is hashed is what the model gets: the bytes are hashed where they were read to. Copies out of a
-mapped file take longer, for torch's threads wait for each other where others want the cores, and a
-file may be cut while it is mapped.
+Bytes are hashed in the memory that the model gets. Copies out of a mapped file take longer, because
+torch's threads wait for each other when cores are busy, and a file may be truncated while it is
+mapped.
 """
 
 import os
@@ -34,7 +34,7 @@ class ReadAhead:
         """Return a tensor, once; None where it is not read ahead.
 
         Raises:
-            CheckpointError: it, or what was read beside it, cannot be read, or has another digest.
+            CheckpointError: it, or one read with it, cannot be read or has another digest.
         """
         future = self._pending.pop(name, None)
         return None if future is None else future.result()[name]
@@ -67,7 +67,7 @@ def read_ahead(component: PackedComponent, device: torch.device) -> ReadAhead:
     pending: dict[str, Future[dict[str, Tensor]]] = {}
     for first in range(0, len(names), 2):
         pair = names[first : first + 2]
-        # Made here: what threads allocate goes back to the system each time, and pages anew.
+        # Made here: memory that threads allocate is freed each time and paged in again.
         made = {name: _empty(component.tensors[name][1]) for name in pair}
         future = pool.submit(_read_together, made, claims, checked=checked)
         pending |= dict.fromkeys(pair, future)

@@ -1,4 +1,4 @@
-"""Models that diffusers makes from another one's weights: refused where those are codes."""
+"""Refusing models that diffusers makes from another model's weights, where those are codes."""
 
 from collections.abc import Callable
 from functools import wraps

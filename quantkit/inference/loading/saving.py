@@ -1,7 +1,7 @@
-"""Saving a loaded packed component: the same bytes back, whatever dtype it computes in.
+"""Byte-exact saving of a loaded packed component, in any compute dtype.
 
 ``save_pretrained`` copies the files that the model was loaded from, after it has seen that the
-model still holds what they say. Writing the tensors anew could not do it: biases and norms are in
+model still holds what they say. Writing the tensors again could not do it: biases and norms are in
 the compute dtype by now, and diffusers cuts shards by its own rule.
 """
 
@@ -36,7 +36,7 @@ _DETOURS: tuple[tuple[torch.dtype, ...], ...] = (
 
 _PUSHED = "push_to_hub=True: call push_to_hub(repository) itself, which saves first"
 
-#: What a model reads beside its weights; without the last one nothing here loads it.
+#: Files that a model reads besides its weights; without the last one nothing here loads it.
 _CONFIGS = ("generation_config.json", "config.json")
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")

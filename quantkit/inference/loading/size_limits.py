@@ -1,4 +1,4 @@
-"""How large a packed pipeline may be that ``from_pretrained`` builds: as its files are.
+"""Size limits of a packed pipeline for ``from_pretrained``: models no larger than their files.
 
 A component that is loaded alone has no such limit: diffusers and transformers build it before they
 tell a quantizer where it lies.

@@ -1,4 +1,4 @@
-"""Recovery by distillation: a student of fewer bits or weights, trained on the dense answers."""
+"""Recovery by distillation: a student of fewer bits or weights, trained on the dense outputs."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ from quantkit.storage.digest import sha256_of
 
 @dataclass(frozen=True, eq=False)
 class RecoveryTask:
-    """What is trained, and for what."""
+    """The subject and the target format of a training."""
 
     #: a pipeline with one denoiser
     model: Model
@@ -53,7 +53,7 @@ class RecoveryTask:
 
 @dataclass(frozen=True, eq=False)
 class Keeping:
-    """Where a training is kept on disk."""
+    """The file that a training is saved to, and how often."""
 
     path: Path
     #: seconds after which it is saved again
@@ -85,7 +85,7 @@ class Recovered:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """The student's pictures at one step, beside the teacher's: (P, H, W, 3) in [0, 1]."""
+    """The student's and the teacher's pictures at one step: (P, H, W, 3) in [0, 1]."""
 
     step: int
     prompts: tuple[str, ...]

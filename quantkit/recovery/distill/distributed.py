@@ -1,4 +1,4 @@
-"""Several processes that train one student: who they are, what they average, who decides."""
+"""Training one student in several processes: ranks, averaging and shared decisions."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 
 from quantkit.errors import ModelError
 
-#: Bytes of gradients that are averaged at a time: few calls, and little memory beside them.
+#: Bytes of gradients that are averaged at a time: few calls, and little extra memory.
 _BUCKET_BYTES = 64 << 20
 
 
@@ -26,7 +26,7 @@ class Ranks:
 
     @property
     def writes(self) -> bool:
-        """Whether this process watches, saves, writes and prints."""
+        """True in the process that watches, saves, writes and prints."""
         return self.rank == 0
 
     def agree(self, value: float) -> float:

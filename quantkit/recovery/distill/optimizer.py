@@ -1,4 +1,4 @@
-"""Steps of the optimizer and of the average, on the GPU or from the memory of the CPU."""
+"""Steps of the optimizer and of the moving average, with states on the GPU or in host memory."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _WAITING = 16
 
 
 class Stepper(Protocol):
-    """What turns gradients into steps. A step is ``begin``, a backward pass, ``finish``."""
+    """The interface of optimizers. A step is ``begin``, a backward pass, ``finish``."""
 
     #: parameter name -> moving average, float32
     average: dict[str, Tensor]
@@ -122,7 +122,7 @@ class Resident:
             value.copy_(state[f"weight/{name}"])
             self.average[name].copy_(state[f"average/{name}"])
             if f"exp_avg/{name}" in state:
-                # As AdamW keeps its count: beside the parameters when fused, else on the CPU.
+                # As AdamW keeps its count: on the parameters' device when fused, else on the CPU.
                 count = torch.tensor(float(steps), device=value.device)
                 self._optimizer.state[value] = {
                     "step": count,
@@ -233,7 +233,7 @@ class Offloaded:
 
     @torch.no_grad()
     def _step_on_stream(self, name: str, parameter: Tensor) -> None:
-        """Step one parameter behind the backward pass, which goes on."""
+        """Step one parameter while the backward pass goes on."""
         if self._stream is None:
             self._step(name, parameter)
             return

@@ -1,4 +1,4 @@
-"""How a recovery runs."""
+"""Settings of a distillation."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ _COUNTS = (
 
 @dataclass(frozen=True)
 class DistillSettings:
-    """How long, how fast, and on which trajectories of the teacher the student is trained."""
+    """Settings of a distillation: duration, learning rate and the teacher's trajectories."""
 
     #: training steps; None: the time decides
     steps: int | None = None

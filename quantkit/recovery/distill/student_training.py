@@ -1,4 +1,4 @@
-"""Training a student on its teacher's answers."""
+"""Training a student on its teacher's outputs."""
 
 import math
 import warnings
@@ -27,14 +27,14 @@ READ_EVERY = 25
 
 
 class Watcher(Protocol):
-    """What looks at a student now and then."""
+    """A validation that runs now and then during training."""
 
     def look(self, average: dict[str, Tensor]) -> ValidationScore:
         """Measure the denoiser of these weights."""
 
 
 class Saver(Protocol):
-    """What keeps a training, to go on with after it was ended."""
+    """A store of a training's state, to resume from."""
 
     def due(self) -> bool:
         """Tell whether it is time."""

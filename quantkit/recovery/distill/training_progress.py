@@ -1,4 +1,4 @@
-"""Progress of a training: how far it is, how long it took, how near its pictures are."""
+"""Progress of a training: steps, seconds, loss and validation scores."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ValidationScore:
-    """How near the student's pictures are to the teacher's."""
+    """The similarity of the student's pictures to the teacher's."""
 
     #: what was measured, as SSIM
     metric: str
@@ -18,7 +18,7 @@ class ValidationScore:
 
 @dataclass(frozen=True)
 class ScoredStep:
-    """How near the pictures of one step's weights are."""
+    """The validation score of one step's weights."""
 
     step: int
     score: ValidationScore
@@ -26,7 +26,7 @@ class ScoredStep:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far a training is."""
+    """The progress of a training."""
 
     step: int
     #: mean squared error of the student's answers, over the steps since the last point

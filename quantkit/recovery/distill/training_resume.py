@@ -1,4 +1,4 @@
-"""Keeping a training on disk, to go on with after it was ended: whole or not at all."""
+"""Saving the state of a training atomically, and resuming from it."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Pictures of the student beside the teacher's, while it is trained.
+"""Validation during training: the student's pictures compared with the teacher's.
 
 The prompts are the same for both, and so is the noise, of seeds that no training takes.
 """
