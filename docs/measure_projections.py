@@ -18,10 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quantkit.bench.kernels.compiled_blocks import captured
 from quantkit.bench.kernels.timing import Stopwatch, TimingPlan
-from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.devices import find_device
-from quantkit.device.hopper.gemm import Family, HopperKernel, Sums
-from quantkit.device.hopper.projections import COSTS, TILES
+from quantkit.device.gpu.gpu_calls import Call
+from quantkit.device.hopper.hopper_gemm import Family, HopperKernel, Sums
+from quantkit.device.hopper.hopper_projections import COSTS, TILES
 from quantkit.device.ops.call import call
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.numerics.attention_factors import padded

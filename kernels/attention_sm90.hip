@@ -12,7 +12,7 @@
 // Launch: 128 (QK_GROUPS + 1) threads, grid of at most one block per multiprocessor,
 // QK_SHARED_BYTES of dynamic shared memory. A block takes 64 QK_GROUPS queries of a head at a time.
 // Warpgroups have 64 each and share the tiles of QK_KEYS keys that the last one fetches:
-// attend_sm90.h, which has the lanes. quantkit/device/hopper/attention.py has these numbers.
+// attend_sm90.h, which has the lanes. quantkit/device/hopper/hopper_attention.py has these numbers.
 #include "attend_ends.h"
 #include "attend_sm90.h"
 

@@ -20,7 +20,7 @@
 // integers in int32; scales and bias in f32, one rounding to io (nearest even).
 //
 // Launch: 128 threads per multiplying warpgroup and 128 that copy, grid of at most one block per
-// multiprocessor, dynamic shared memory kSharedBytes. quantkit/device/hopper/conv.py has the
+// multiprocessor, dynamic shared memory kSharedBytes. quantkit/device/hopper/hopper_conv.py has the
 // geometry. Lanes: the accumulators' map stands in mma_sm90.h.
 #include "epilogue_sm90.h"
 #include "gemm_sm90.h"

@@ -64,7 +64,7 @@ def hopper():
     import torch
 
     from quantkit.device.gpu.selftest import state_of
-    from quantkit.device.hopper.gemm import ARCHITECTURE
+    from quantkit.device.hopper.hopper_gemm import ARCHITECTURE
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU (compute capability 9.0)")

@@ -10,13 +10,13 @@ from quantkit.device import cache
 from quantkit.device.backends import Backend, is_free
 from quantkit.device.choosing import Choice, choose
 from quantkit.device.compilers import clang, host_compiler, objdump
-from quantkit.device.gpu.choice import why_not_hopper
 from quantkit.device.gpu.devices import Device, device_name
+from quantkit.device.gpu.kernel_choice import why_not_hopper
 from quantkit.device.gpu.nvrtc import load_nvrtc
 from quantkit.device.gpu.objects import cache_folder, object_folders
 from quantkit.device.gpu.selftest import state_of
 from quantkit.device.headline import Headline, headline
-from quantkit.device.hopper import gemm as hopper
+from quantkit.device.hopper import hopper_gemm as hopper
 from quantkit.device.ops.table import OPS, find_op
 from quantkit.errors import KernelError
 from quantkit.storage.system import cores

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.device.aot.build import build
 from quantkit.device.aot.check import Report, check_folder
 from quantkit.device.aot.manifest import Manifest
+from quantkit.device.aot.object_build import build
 from quantkit.device.archs import ARCHS, Arch, find_arch
 from quantkit.device.ops.op import Op, Variant, all_variants
 from quantkit.device.ops.table import OPS, default_variants
-from quantkit.device.tiles import variants_for
+from quantkit.device.tile_choice import variants_for
 from quantkit.errors import InputError
 from quantkit.progress import Progress, silent
 from quantkit.recipe.load import did_you_mean

@@ -10,7 +10,7 @@ from quantkit.device.aot.check import check_folder
 from quantkit.device.archs import ARCHS
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
-from quantkit.device.ops.attention import OPS
+from quantkit.device.ops.attention.coded_attention import OPS
 from quantkit.device.ops.op import all_variants
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention_limits import LARGEST_HEAD
@@ -218,7 +218,7 @@ BARS = {"d64": (0.65, 5.5), "d128": (0.72, 4.0)}
 )
 def test_gfx12_code_keeps_its_bars(target, heads, tmp_path):
     """``heads``: those that are looked at; none: all of them."""
-    from quantkit.device.aot.build import build
+    from quantkit.device.aot.object_build import build
 
     need(compilers.clang)
     fp8, int8, *_ = OPS

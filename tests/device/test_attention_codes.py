@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from quantkit.device import compilers
-from quantkit.device.aot.build import build
 from quantkit.device.aot.check import check_folder
 from quantkit.device.aot.codeobject import read_nvidia_kernels
+from quantkit.device.aot.object_build import build
 from quantkit.device.backends import Backend, use
 from quantkit.device.gpu import nvrtc
-from quantkit.device.hopper.attention import HopperAttention
+from quantkit.device.hopper.hopper_attention import HopperAttention
 from quantkit.device.ops import call as execute
-from quantkit.device.ops.attention_codes import OPS as CODED
-from quantkit.device.ops.attention_codes import SUFFIX
+from quantkit.device.ops.attention.attention_codes import OPS as CODED
+from quantkit.device.ops.attention.attention_codes import SUFFIX
 from quantkit.device.ops.op import Variant, all_variants
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.errors import KernelError, ShapeError

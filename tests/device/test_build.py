@@ -15,11 +15,11 @@ from click.testing import CliRunner
 from quantkit.cli.doctor_command import doctor
 from quantkit.cli.kernels_command import kernels
 from quantkit.device import compilers
-from quantkit.device.aot.build import build
 from quantkit.device.aot.check import check_folder, required_instruction
 from quantkit.device.aot.codeobject import read_amd_kernels, read_nvidia_kernels
 from quantkit.device.aot.elf import read_sections, unpack_message
 from quantkit.device.aot.manifest import describe_kernel, read_manifest
+from quantkit.device.aot.object_build import build
 from quantkit.device.archs import ARCHS
 from quantkit.device.geometry import compile_expression
 from quantkit.device.gpu import nvrtc
@@ -162,7 +162,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, monkeypatch):
     sources = tmp_path / "kernels"
     sources.mkdir()
     (sources / VARIANTS[0].op.source).write_text("this is no HIP\n")
-    monkeypatch.setattr("quantkit.device.aot.build.kernel_sources", lambda: sources)
+    monkeypatch.setattr("quantkit.device.aot.object_build.kernel_sources", lambda: sources)
     with pytest.raises(KernelError, match=r"(?s)for gfx1201: clang failed.*-mcumode.*error:"):
         build("gfx1201", tmp_path / "out", VARIANTS[:1])
     assert [path.name for path in tmp_path.iterdir()] == ["kernels"]

@@ -8,8 +8,8 @@ import torch
 from quantkit.device import compilers, log
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
-from quantkit.device.ops.conv import integers, why_not
 from quantkit.device.ops.op import Variant
+from quantkit.device.ops.products.conv import integers, why_not
 from quantkit.device.ops.table import OPS
 from quantkit.numerics.conv_windows import ConvShape, Windows
 from tests.support.conv_cases import SAME, UNEVEN, conv_case, conv_shapes

@@ -12,11 +12,11 @@ from quantkit.device.archs import ARCHS, HOST_LAYOUTS
 from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import Choice, choose
 from quantkit.device.geometry import ceil_div, compile_expression, tiles
-from quantkit.device.host import calls as host_calls
+from quantkit.device.host import host_calls
+from quantkit.device.ops.norms.quantize import quantize_token
 from quantkit.device.ops.op import WeightKind, all_variants
-from quantkit.device.ops.quantize import quantize_token
 from quantkit.device.ops.table import OPS, default_variants, find_op
-from quantkit.device.tiles import choose_tile, variants_for
+from quantkit.device.tile_choice import choose_tile, variants_for
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention_factors import COLUMNS
 from quantkit.numerics.scales import decode

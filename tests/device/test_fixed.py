@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quantkit.device import log
-from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.fixed import Product, TwoKernels
+from quantkit.device.gpu.gpu_calls import Call
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError

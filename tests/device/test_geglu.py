@@ -6,8 +6,8 @@ from torch import Tensor
 
 from quantkit.device import compilers, log
 from quantkit.device.backends import Backend
+from quantkit.device.ops.axes import FP8
 from quantkit.device.ops.op import Variant
-from quantkit.device.ops.products import FP8
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.numerics.packed_2to4 import pack_two_of_four
 from quantkit.numerics.scales import decode

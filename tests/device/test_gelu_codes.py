@@ -5,8 +5,8 @@ import torch
 
 from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
+from quantkit.device.ops.norms.quantize import quantize_static
 from quantkit.device.ops.op import Variant
-from quantkit.device.ops.quantize import quantize_static
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.formats import FORMATS

@@ -11,13 +11,13 @@ from quantkit.device import log
 from quantkit.device.backends import Backend, use
 from quantkit.device.cache import read_whole
 from quantkit.device.choosing import choose
-from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.gpu_calls import Call
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.gpu.objects import read_object
 from quantkit.device.gpu.selftest import state_of
+from quantkit.device.ops.axes import FP8
+from quantkit.device.ops.norms.quantize import quantize_static, quantize_token
 from quantkit.device.ops.op import Variant
-from quantkit.device.ops.products import FP8
-from quantkit.device.ops.quantize import quantize_static, quantize_token
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.granularity import PerChannel

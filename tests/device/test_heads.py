@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from quantkit.device import compilers, log
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
-from quantkit.device.ops.streams import ROTATIONS
+from quantkit.device.ops.attention.streams import ROTATIONS
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, QuantkitError, ShapeError
 from quantkit.numerics.attention_factors import attention_codes, padded, score_factor, unit_factors

@@ -10,9 +10,9 @@ import torch
 from quantkit.device import log
 from quantkit.device.backends import Backend
 from quantkit.device.gpu import nvrtc
-from quantkit.device.gpu.calls import Call
-from quantkit.device.hopper.choice import COSTS, choose_tile, estimate
-from quantkit.device.hopper.gemm import (
+from quantkit.device.gpu.gpu_calls import Call
+from quantkit.device.hopper.hopper_choice import COSTS, choose_tile, estimate
+from quantkit.device.hopper.hopper_gemm import (
     SHARED_LIMIT,
     TILES,
     HopperKernel,

@@ -12,8 +12,8 @@ from quantkit.device.aot.codeobject import read_nvidia_kernels
 from quantkit.device.aot.elf import read_sections
 from quantkit.device.backends import Backend, use
 from quantkit.device.gpu import nvrtc
-from quantkit.device.hopper.attention import HopperAttention, has_maps, plan_attention
-from quantkit.device.hopper.gemm import SHARED_LIMIT
+from quantkit.device.hopper.hopper_attention import HopperAttention, has_maps, plan_attention
+from quantkit.device.hopper.hopper_gemm import SHARED_LIMIT
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.errors import KernelError

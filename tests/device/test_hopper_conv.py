@@ -8,9 +8,9 @@ from torch.nn import functional
 
 from quantkit.device import log
 from quantkit.device.backends import Backend, use
-from quantkit.device.gpu.calls import Call
-from quantkit.device.hopper.choice import COSTS
-from quantkit.device.hopper.conv import (
+from quantkit.device.gpu.gpu_calls import Call
+from quantkit.device.hopper.hopper_choice import COSTS
+from quantkit.device.hopper.hopper_conv import (
     choose_conv_tile,
     conv_numbers,
     conv_tiles,
@@ -18,7 +18,7 @@ from quantkit.device.hopper.conv import (
     plan_conv,
     why_not,
 )
-from quantkit.device.hopper.gemm import (
+from quantkit.device.hopper.hopper_gemm import (
     CONV_NUMBERS,
     TILES,
     Family,
@@ -27,7 +27,7 @@ from quantkit.device.hopper.gemm import (
     arguments,
 )
 from quantkit.device.hopper.tensormap import ITEM_BYTES
-from quantkit.device.ops.conv import why_not as why_not_on_the_host
+from quantkit.device.ops.products.conv import why_not as why_not_on_the_host
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.conv_windows import ConvShape, Windows

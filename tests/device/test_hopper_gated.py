@@ -11,9 +11,15 @@ from scipy.special import ndtr
 
 from quantkit.device import log
 from quantkit.device.backends import Backend
-from quantkit.device.gpu.calls import Call
-from quantkit.device.hopper.geglu import COSTS, TILES, choose_gated_tile, plan_gated, tiles_of
-from quantkit.device.hopper.gemm import SHARED_LIMIT, Family, HopperKernel, Sums, arguments
+from quantkit.device.gpu.gpu_calls import Call
+from quantkit.device.hopper.hopper_geglu import (
+    COSTS,
+    TILES,
+    choose_gated_tile,
+    plan_gated,
+    tiles_of,
+)
+from quantkit.device.hopper.hopper_gemm import SHARED_LIMIT, Family, HopperKernel, Sums, arguments
 from quantkit.errors import KernelError
 from quantkit.numerics.formats import FORMATS
 from quantkit.resources import kernel_sources

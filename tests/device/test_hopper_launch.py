@@ -17,15 +17,15 @@ import quantkit
 from quantkit.device import survey
 from quantkit.device.archs import arch_of_device, find_arch
 from quantkit.device.gpu import devices, prepare
-from quantkit.device.gpu.choice import choose_kernel, is_hopper, why_not_hopper
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.driver import Driver, TensorEntries
 from quantkit.device.gpu.kernel import plan_of
+from quantkit.device.gpu.kernel_choice import choose_kernel, is_hopper, why_not_hopper
 from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.gpu.objects import KernelObject
 from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
-from quantkit.device.hopper import geglu as hopper_gated
-from quantkit.device.hopper.gemm import TILES, Family, HopperKernel, arguments, plan_launch
+from quantkit.device.hopper import hopper_geglu as hopper_gated
+from quantkit.device.hopper.hopper_gemm import TILES, Family, HopperKernel, arguments, plan_launch
 from quantkit.device.hopper.tensormap import TensorMap
 from quantkit.device.ops.op import Problem, Variant
 from quantkit.device.ops.table import OPS, find_op

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.device.gpu.calls import Call
-from quantkit.device.hopper.gemm import SHARED_LIMIT, Family, HopperKernel, Sums, arguments
-from quantkit.device.hopper.projections import (
+from quantkit.device.gpu.gpu_calls import Call
+from quantkit.device.hopper.hopper_gemm import SHARED_LIMIT, Family, HopperKernel, Sums, arguments
+from quantkit.device.hopper.hopper_projections import (
     COSTS,
     TILES,
     choose_projection_tile,

@@ -15,8 +15,8 @@ from quantkit.device.backends import Backend, use
 from quantkit.device.host import compiling
 from quantkit.device.host import library as host
 from quantkit.device.ops import call as execute
+from quantkit.device.ops.norms.quantize import quantize_token
 from quantkit.device.ops.op import Variant, all_variants
-from quantkit.device.ops.quantize import quantize_token
 from quantkit.device.ops.table import OPS
 from quantkit.errors import CompilerMissingError, KernelError
 from quantkit.resources import kernel_sources

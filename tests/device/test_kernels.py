@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from quantkit.device import compilers
-from quantkit.device.aot.build import build
 from quantkit.device.aot.check import check_folder
+from quantkit.device.aot.object_build import build
 from quantkit.device.archs import ARCHS, HOST_LAYOUTS, Toolchain
 from quantkit.device.gpu import nvrtc
+from quantkit.device.ops.axes import FP8
+from quantkit.device.ops.norms.quantize import quantize_static, quantize_token
 from quantkit.device.ops.op import Variant
-from quantkit.device.ops.products import FP8
-from quantkit.device.ops.quantize import quantize_static, quantize_token
 from quantkit.device.ops.table import OPS, default_variants, name_for
-from quantkit.device.tiles import variants_for
+from quantkit.device.tile_choice import variants_for
 from tests.support.kernel_cases import (
     DTYPES,
     deviation,

@@ -23,12 +23,13 @@ from quantkit.device import cache, log
 from quantkit.device.archs import ARCHS, Toolchain, arch_of_device
 from quantkit.device.backends import Backend
 from quantkit.device.geometry import compile_expression
-from quantkit.device.gpu import calls, devices, driver_hip, selftest
-from quantkit.device.gpu.calls import Call
-from quantkit.device.gpu.choice import choose_kernel, why_detour
+from quantkit.device.gpu import devices, driver_hip, selftest
+from quantkit.device.gpu import gpu_calls as calls
+from quantkit.device.gpu.gpu_calls import Call
+from quantkit.device.gpu.kernel_choice import choose_kernel, why_detour
 from quantkit.device.gpu.launcher import prepare_launch
+from quantkit.device.ops.norms.quantize import quantize_token
 from quantkit.device.ops.op import Variant
-from quantkit.device.ops.quantize import quantize_token
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError
 from quantkit.numerics.conv_windows import ConvShape, Windows

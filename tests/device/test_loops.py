@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from quantkit.device import compilers
-from quantkit.device.aot.build import build
 from quantkit.device.aot.check import check_folder
 from quantkit.device.aot.disassembly import class_of, read_code
 from quantkit.device.aot.hazards import unwaited_reads
 from quantkit.device.aot.k_loop import find_loop, lds_bytes
-from quantkit.device.aot.masks import masked_matrix_instructions
+from quantkit.device.aot.lane_masks import masked_matrix_instructions
+from quantkit.device.aot.object_build import build
 from quantkit.device.archs import ARCHS, MatrixUnit
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.table import OPS

@@ -12,13 +12,14 @@ import torch
 
 from quantkit.device import compilers
 from quantkit.device.archs import find_arch
-from quantkit.device.gpu import calls, devices, driver_hip, nvrtc
-from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu import devices, driver_hip, nvrtc
+from quantkit.device.gpu import gpu_calls as calls
+from quantkit.device.gpu.gpu_calls import Call
 from quantkit.device.gpu.overlap import LaunchConfig, waits
-from quantkit.device.hopper.attention import HopperAttention
-from quantkit.device.hopper.gemm import TILES, Family, Residual, Sums
+from quantkit.device.hopper.hopper_attention import HopperAttention
+from quantkit.device.hopper.hopper_gemm import TILES, Family, Residual, Sums
 from quantkit.device.ops.table import OPS, default_variants
-from quantkit.device.tiles import variants_for
+from quantkit.device.tile_choice import variants_for
 from quantkit.resources import kernel_sources
 from tests.support.conv_cases import SAME
 from tests.support.hopper_cases import kernel_of, symbol

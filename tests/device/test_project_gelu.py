@@ -11,9 +11,9 @@ import torch
 from quantkit.device import choosing, compilers, log
 from quantkit.device.archs import ARCHS
 from quantkit.device.backends import Backend, fast_sums
-from quantkit.device.gpu.calls import Call
-from quantkit.device.hopper.choice import COSTS
-from quantkit.device.hopper.gemm import (
+from quantkit.device.gpu.gpu_calls import Call
+from quantkit.device.hopper.hopper_choice import COSTS
+from quantkit.device.hopper.hopper_gemm import (
     SHARED_LIMIT,
     TILES,
     Family,
@@ -22,7 +22,7 @@ from quantkit.device.hopper.gemm import (
     arguments,
     plan_launch,
 )
-from quantkit.device.ops.activations import ACTIVATIONS
+from quantkit.device.ops.norms.activations import ACTIVATIONS
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError

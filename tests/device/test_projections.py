@@ -9,8 +9,8 @@ from quantkit.device import compilers, log
 from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.backends import Backend
 from quantkit.device.ops import call as execute
+from quantkit.device.ops.attention.projections import OPS as ROWS
 from quantkit.device.ops.op import all_variants
-from quantkit.device.ops.projections import OPS as ROWS
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention_factors import e4m3fn_codes, value_codes

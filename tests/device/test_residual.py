@@ -10,10 +10,17 @@ from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.backends import Backend, use
 from quantkit.device.geometry import tiles
 from quantkit.device.gpu import nvrtc
-from quantkit.device.gpu.calls import Call
-from quantkit.device.hopper.choice import COSTS, choose_sums
-from quantkit.device.hopper.conv import conv_tiles
-from quantkit.device.hopper.gemm import TILES, Family, HopperKernel, Residual, Sums, plan_launch
+from quantkit.device.gpu.gpu_calls import Call
+from quantkit.device.hopper.hopper_choice import COSTS, choose_sums
+from quantkit.device.hopper.hopper_conv import conv_tiles
+from quantkit.device.hopper.hopper_gemm import (
+    TILES,
+    Family,
+    HopperKernel,
+    Residual,
+    Sums,
+    plan_launch,
+)
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError

@@ -13,11 +13,11 @@ from quantkit.device import compilers
 from quantkit.device.aot.codeobject import count_matrix_instructions, read_nvidia_kernels
 from quantkit.device.archs import ARCHS
 from quantkit.device.gpu import nvrtc
-from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.devices import find_device
-from quantkit.device.ops.attention import OPS
+from quantkit.device.gpu.gpu_calls import Call
+from quantkit.device.ops.attention.coded_attention import OPS
 from quantkit.device.ops.op import Variant, all_variants
-from quantkit.device.tiles import variants_for
+from quantkit.device.tile_choice import variants_for
 from quantkit.errors import KernelError
 from quantkit.resources import kernel_sources
 from tests.support.attention_cases import SIZES, Heads

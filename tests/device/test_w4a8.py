@@ -5,7 +5,7 @@ import torch
 
 from quantkit.device import compilers
 from quantkit.device.ops.op import Variant
-from quantkit.device.ops.products import decode_int4
+from quantkit.device.ops.products.stored_weights import decode_int4
 from quantkit.device.ops.table import OPS
 from tests.support.conv_cases import conv_case, conv_shapes
 from tests.support.gated_cases import gated_case

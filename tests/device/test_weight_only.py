@@ -8,8 +8,8 @@ import torch
 from quantkit.device import compilers
 from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.ops.op import Variant, all_variants
+from quantkit.device.ops.products.weight_only import BLOCKS, FORMATS, gemm_w16
 from quantkit.device.ops.table import OPS
-from quantkit.device.ops.weight_only import BLOCKS, FORMATS, gemm_w16
 from quantkit.errors import KernelError, ShapeError
 from tests.support.kernel_cases import deviation, launch, need, operate
 from tests.support.sampling import one_of_each

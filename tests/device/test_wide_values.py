@@ -14,7 +14,7 @@ from quantkit.device.backends import Backend, use
 from quantkit.device.choosing import choose, supposing
 from quantkit.device.log import record
 from quantkit.device.ops import call as execute
-from quantkit.device.ops.attention import OPS
+from quantkit.device.ops.attention.coded_attention import OPS
 from quantkit.device.ops.op import all_variants
 from quantkit.numerics.attention_factors import KEYS, cut_to_float16, in_float16
 from quantkit.numerics.scales import decode
@@ -170,7 +170,7 @@ BARS = {"d64": (0.70, 5.5), "d128": (0.75, 4.4)}
 
 @pytest.mark.parametrize("target", ["gfx1200", "gfx1201"])
 def test_gfx12_code_keeps_its_bars(target, tmp_path):
-    from quantkit.device.aot.build import build
+    from quantkit.device.aot.object_build import build
 
     need(compilers.clang)
     variants = [

@@ -214,7 +214,7 @@ def _write_outputs(root: Path, fixed: Path) -> None:
 
 def _write_kernel(folder: Path) -> None:
     """Compile one kernel, where there is a compiler."""
-    from quantkit.device.aot.build import build
+    from quantkit.device.aot.object_build import build
     from quantkit.device.ops.op import all_variants
     from quantkit.device.ops.table import OPS
     from quantkit.errors import CompilerMissingError

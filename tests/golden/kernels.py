@@ -13,16 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias
 
-from quantkit.device.aot.build import build
 from quantkit.device.aot.elf import read_sections
+from quantkit.device.aot.object_build import build
 from quantkit.device.archs import ARCHS, Toolchain
 from quantkit.device.compilers import clang
 from quantkit.device.gpu import nvrtc
-from quantkit.device.hopper.attention import HopperAttention
-from quantkit.device.hopper.gemm import ARCHITECTURE, HopperKernel
+from quantkit.device.hopper.hopper_attention import HopperAttention
+from quantkit.device.hopper.hopper_gemm import ARCHITECTURE, HopperKernel
 from quantkit.device.ops.op import Variant, all_variants
 from quantkit.device.ops.table import OPS, default_variants
-from quantkit.device.tiles import variants_for
+from quantkit.device.tile_choice import variants_for
 from quantkit.storage.system import cores
 from tests.device import (
     test_hopper,

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from quantkit.device import log
 from quantkit.device.backends import Backend, fast_sums, use
-from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.gpu_calls import Call
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
 from quantkit.inference.layers import launch_cache, modules, packed_layer

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from quantkit.device.geometry import tiles
-from quantkit.device.ops.conv import integers
 from quantkit.device.ops.op import Variant
+from quantkit.device.ops.products.conv import integers
 from quantkit.device.ops.table import OPS
 from quantkit.numerics.conv_windows import ConvShape, Windows
 from tests.support.kernel_cases import DTYPES, codes, gemm_case, launch, magnitudes, referred

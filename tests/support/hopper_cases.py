@@ -7,8 +7,8 @@ import torch
 from quantkit.device.aot.codeobject import read_nvidia_kernels
 from quantkit.device.aot.elf import read_sections
 from quantkit.device.gpu import nvrtc
-from quantkit.device.hopper.gemm import ARCHITECTURE, Family, HopperKernel, Sums
-from quantkit.device.ops.products import decode_int4
+from quantkit.device.hopper.hopper_gemm import ARCHITECTURE, Family, HopperKernel, Sums
+from quantkit.device.ops.products.stored_weights import decode_int4
 from quantkit.numerics.formats import find_format
 from quantkit.numerics.nibbles import GROUP, MAX_FACTOR
 from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES, unpack_two_of_four

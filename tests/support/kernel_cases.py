@@ -16,7 +16,7 @@ from quantkit.device.host import library as host
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.op import Variant, all_variants
 from quantkit.device.ops.table import OPS
-from quantkit.device.tiles import variants_for
+from quantkit.device.tile_choice import variants_for
 from quantkit.errors import CompilerMissingError
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from quantkit.device.hopper.gemm import Residual
+from quantkit.device.hopper.hopper_gemm import Residual
 from quantkit.device.ops.op import Variant
-from quantkit.device.ops.residual import SUFFIX
+from quantkit.device.ops.products.residual import SUFFIX
 from quantkit.device.ops.table import OPS
 
 

@@ -6,7 +6,7 @@ from quantkit.device import cache
 from quantkit.device.aot.codeobject import Resources
 from quantkit.device.aot.manifest import Manifest, describe_kernel, write_manifest
 from quantkit.device.gpu import objects
-from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.gpu_calls import Call
 from quantkit.device.ops.op import Variant
 from quantkit.device.ops.table import OPS
 

@@ -71,11 +71,11 @@ class Card:
 # FLUX on an H200 (docs/notes/results/h200-step-*.json, read by docs/measure_estimate.py), between
 # those that run alone (docs/notes/results/h200-products.json: 0.63 to 0.74 of the peak of FP8, 0.34
 # to 0.42 of 2:4, the end of a tile included) and what the K step of the best tile allows
-# (device/hopper/choice.py: 0.76, 2:4 0.49, int8 0.85). int8's convolutions as FP8's. Fast sums: the
-# same files. Attention: cuDNN's and FlashAttention-3's, 400 and 600 TFLOP/s of heads of 64 and 128
-# columns (arXiv 2407.08608, figure 5); on codes of 64 columns the step's 46 us; others assumed,
-# from 16 bit's rate to the paper's in FP8. Scattered: torch.cat and copies of the same steps, 0.7
-# to 1.4 TB/s.
+# (device/hopper/hopper_choice.py: 0.76, 2:4 0.49, int8 0.85). int8's convolutions as FP8's. Fast
+# sums: the same files. Attention: cuDNN's and FlashAttention-3's, 400 and 600 TFLOP/s of heads of
+# 64 and 128 columns (arXiv 2407.08608, figure 5); on codes of 64 columns the step's 46 us; others
+# assumed, from 16 bit's rate to the paper's in FP8. Scattered: torch.cat and copies of the same
+# steps, 0.7 to 1.4 TB/s.
 # Times of small kernels: those of an uncompiled SDXL on an H200, bytes at 4.2 TB/s taken
 # off (docs/notes/results/h200-sdxl.json: 701 quantize 2.63 ms and 6.1 GB, 210 layer norms 1.87 ms
 # and 2.5 GB); gap: its device idle by kernel, 1.0 us. Copy of 1 GB: 0.88 of the bandwidth.

@@ -23,8 +23,8 @@ from quantkit.bench.kernels.contender import (
 from quantkit.bench.kernels.operator_costs import COSTS
 from quantkit.bench.kernels.problem import LinearProblem, Problem
 from quantkit.bench.kernels.torchao_dynamic import quantize
-from quantkit.device.ops.geglu import gate_static
 from quantkit.device.ops.op import Op
+from quantkit.device.ops.products.geglu import gate_static
 from quantkit.numerics.formats import INT8
 
 _E4M3 = torch.float8_e4m3fn

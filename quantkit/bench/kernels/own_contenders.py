@@ -13,8 +13,8 @@ from quantkit.bench.kernels.contender import (
 from quantkit.bench.kernels.problem import AttentionProblem, LinearProblem, Problem
 from quantkit.device.backends import Backend, fast_sums, use
 from quantkit.device.choosing import choose
-from quantkit.device.gpu.choice import is_hopper
 from quantkit.device.gpu.devices import find_device
+from quantkit.device.gpu.kernel_choice import is_hopper
 from quantkit.device.ops.op import Op
 from quantkit.device.ops.table import name_for
 from quantkit.inference.attention.attention_call import AttentionSettings, attend

@@ -12,7 +12,7 @@ from quantkit.bench.kernels.kernel_shapes import AnyShape, AttentionShape, Shape
 from quantkit.bench.kernels.matrix_product import Product
 from quantkit.bench.kernels.operator_costs import product_of
 from quantkit.device.ops.op import Op, Operands, Options, Variant, all_variants
-from quantkit.device.ops.products import decode_int4
+from quantkit.device.ops.products.stored_weights import decode_int4
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.numerics.attention_factors import AttentionCodes, attention_codes, measured_scales
 from quantkit.numerics.attention_limits import LARGEST_HEAD, takes_heads

@@ -10,9 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
-from quantkit.device.ops.attention import attention
+from quantkit.device.ops.attention.coded_attention import attention
+from quantkit.device.ops.attention.streams import ALIGNED
 from quantkit.device.ops.call import call
-from quantkit.device.ops.streams import ALIGNED
 from quantkit.device.ops.table import OPS, attention_for, name_for
 from quantkit.models.attention_modules import Heads
 from quantkit.numerics.attention_factors import (

@@ -22,8 +22,8 @@ from quantkit.device.aot.cycles import OPTIMISTIC, PESSIMISTIC, Residents, laten
 from quantkit.device.aot.disassembly import Instruction, read_code
 from quantkit.device.aot.hazards import unwaited_reads
 from quantkit.device.aot.k_loop import Loop, find_loop, find_shortest_loop
+from quantkit.device.aot.lane_masks import masked_matrix_instructions
 from quantkit.device.aot.manifest import Manifest, ManifestArgument, ManifestKernel, read_manifest
-from quantkit.device.aot.masks import masked_matrix_instructions
 from quantkit.device.archs import Arch, Toolchain, find_arch
 from quantkit.device.compilers import CLANG_MINIMUM, objdump
 from quantkit.device.geometry import tile_named

@@ -13,7 +13,7 @@ from math import prod
 from torch import Tensor
 
 from quantkit.device import log
-from quantkit.device.gpu.calls import Call
+from quantkit.device.gpu.gpu_calls import Call
 from quantkit.device.gpu.launcher import Block, plain
 
 #: Of tensors in launch order, without those that are None.

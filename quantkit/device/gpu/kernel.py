@@ -3,14 +3,20 @@
 from dataclasses import dataclass, replace
 
 from quantkit.device.geometry import compile_expression
-from quantkit.device.hopper.attention import HopperAttention, plan_attention
-from quantkit.device.hopper.conv import plan_conv
-from quantkit.device.hopper.geglu import plan_gated
-from quantkit.device.hopper.gemm import Family, HopperKernel, HopperLaunch, arguments, plan_launch
-from quantkit.device.hopper.projections import plan_projection
+from quantkit.device.hopper.hopper_attention import HopperAttention, plan_attention
+from quantkit.device.hopper.hopper_conv import plan_conv
+from quantkit.device.hopper.hopper_geglu import plan_gated
+from quantkit.device.hopper.hopper_gemm import (
+    Family,
+    HopperKernel,
+    HopperLaunch,
+    arguments,
+    plan_launch,
+)
+from quantkit.device.hopper.hopper_projections import plan_projection
 from quantkit.device.hopper.tensormap import TensorMap
-from quantkit.device.ops.conv import why_refused
 from quantkit.device.ops.op import Op, Sizes, Variant
+from quantkit.device.ops.products.conv import why_refused
 from quantkit.errors import KernelError
 from quantkit.numerics.conv_windows import ConvShape
 

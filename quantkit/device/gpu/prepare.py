@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from quantkit.device import backends
-from quantkit.device.gpu import calls
-from quantkit.device.gpu.calls import Call, Signature
-from quantkit.device.gpu.choice import choose_kernel, why_detour
+from quantkit.device.gpu import gpu_calls as calls
 from quantkit.device.gpu.devices import find_device
+from quantkit.device.gpu.gpu_calls import Call, Signature
+from quantkit.device.gpu.kernel_choice import choose_kernel, why_detour
 from quantkit.device.ops.op import Op, Operands, Output, Problem
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from quantkit.device.geometry import tiles
-from quantkit.device.gpu.calls import Call
-from quantkit.device.gpu.choice import choose_kernel, is_hopper
 from quantkit.device.gpu.devices import Device, find_device
+from quantkit.device.gpu.gpu_calls import Call
 from quantkit.device.gpu.kernel import Kernel
+from quantkit.device.gpu.kernel_choice import choose_kernel, is_hopper
 from quantkit.device.ops.op import Op, Variant
 from quantkit.device.ops.table import find_op
 from quantkit.errors import KernelError

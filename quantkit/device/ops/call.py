@@ -1,7 +1,7 @@
 """Calling an operation on tensors: check, choose the back end, run, log.
 
 On a GPU, a call whose operands have the shapes and dtypes of an earlier one goes straight to what
-was prepared for that (gpu.calls).
+was prepared for that (gpu.gpu_calls).
 
 Codes are uint8 tensors with the format's name beside them. Operands that are not contiguous, or do
 not start on 16 bytes, are copied first: kernels read rows of plain memory.
@@ -16,9 +16,9 @@ from torch import Tensor
 from quantkit.device import log
 from quantkit.device.backends import Backend, sums_are_fast
 from quantkit.device.choosing import choose
-from quantkit.device.gpu import calls
+from quantkit.device.gpu import gpu_calls as calls
 from quantkit.device.gpu.prepare import prepare, signature, why_not_direct
-from quantkit.device.host.calls import run
+from quantkit.device.host.host_calls import run
 from quantkit.device.ops.op import Detour, Op, Operands, Options, Problem
 
 _logger = logging.getLogger(__name__)

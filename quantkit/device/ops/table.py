@@ -1,25 +1,17 @@
 """The operations. A new one is a file with its rows, and that file's rows here."""
 
-from quantkit.device.ops import (
-    activations,
-    attention,
+from quantkit.device.ops.attention import (
     attention_codes,
-    conv,
-    geglu,
-    gemm,
-    group_norm,
+    coded_attention,
     heads,
     joint_heads,
     joint_projections,
-    layer_norm,
-    observe,
-    project_gelu,
     projections,
-    quantize,
     stream_codes,
-    weight_only,
 )
+from quantkit.device.ops.norms import activations, group_norm, layer_norm, observe, quantize
 from quantkit.device.ops.op import Op, Variant, all_variants
+from quantkit.device.ops.products import conv, geglu, gemm, project_gelu, weight_only
 from quantkit.errors import KernelError
 
 OPS: dict[str, Op] = {
@@ -34,7 +26,7 @@ OPS: dict[str, Op] = {
         geglu.OPS,
         conv.OPS,
         weight_only.OPS,
-        attention.OPS,
+        coded_attention.OPS,
         attention_codes.OPS,
         heads.OPS,
         joint_heads.OPS,

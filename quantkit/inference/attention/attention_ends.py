@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.device.ops.attention_codes import Y_FORMAT
+from quantkit.device.ops.attention.attention_codes import Y_FORMAT
 from quantkit.device.ops.table import attention_for, name_for
 from quantkit.inference.layers.fused_op import has_kernel
 from quantkit.inference.layers.prompts import is_plain

@@ -13,7 +13,7 @@ import torch
 from diffusers.models.activations import GELU, LinearActivation
 from torch import Tensor, nn
 
-from quantkit.device.ops.activations import ALIGNED
+from quantkit.device.ops.norms.activations import ALIGNED
 from quantkit.device.ops.table import name_for
 from quantkit.inference.layers.compiler_fuses import is_fused
 from quantkit.inference.layers.fused_op import has_kernel, pays

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from quantkit.device.ops.quantize import quantize_static, quantize_token
+from quantkit.device.ops.norms.quantize import quantize_static, quantize_token
 from quantkit.inference.layers.compiler_fuses import is_fused
 from quantkit.inference.layers.torch_operators import operator_for
 from quantkit.numerics.formats import NumberFormat

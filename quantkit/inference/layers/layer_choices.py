@@ -9,8 +9,8 @@ from quantkit.checkpoint.reader import Packed
 from quantkit.checkpoint.spec import rows_of
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
-from quantkit.device.gpu.choice import why_detour
 from quantkit.device.gpu.devices import Device
+from quantkit.device.gpu.kernel_choice import why_detour
 from quantkit.device.gpu.selftest import state_of
 from quantkit.device.ops.table import find_op, name_for
 from quantkit.inference.layers.weight_only_layers import OTHERS, why_dequantized

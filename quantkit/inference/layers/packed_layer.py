@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.spec import PACKED_PARTS, Kind, TensorSpec, layer_tensors
 from quantkit.checkpoint.torch_dtypes import PACKED_DTYPES
-from quantkit.device.gpu.calls import Call
 from quantkit.device.gpu.fixed import Addresses, Product
+from quantkit.device.gpu.gpu_calls import Call
 from quantkit.device.ops.call import prepared
 from quantkit.device.ops.table import name_for
 from quantkit.errors import InputError

@@ -6,7 +6,7 @@ dequantized weight and torch's GEMM, which decodes the weight once for all rows.
 
 import torch
 
-from quantkit.device.ops.weight_only import BLOCKS, FORMATS, MOST_ROWS
+from quantkit.device.ops.products.weight_only import BLOCKS, FORMATS, MOST_ROWS
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation, Scheme
 

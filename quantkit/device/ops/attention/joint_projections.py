@@ -9,6 +9,18 @@ bit; factors of heads, and means that are taken off, are in scales and biases as
 import torch
 from torch import Tensor
 
+from quantkit.device.ops.attention.projections import (
+    BUDGET,
+    REQUIRES,
+    TILE,
+    WIDTH,
+    project_codes,
+    project_values,
+    rows_of_heads,
+    sizes_of_heads,
+)
+from quantkit.device.ops.attention.streams import ALIGNED
+from quantkit.device.ops.axes import K, M, N, formats
 from quantkit.device.ops.checks import check_gemm, given
 from quantkit.device.ops.op import (
     Argument,
@@ -20,29 +32,14 @@ from quantkit.device.ops.op import (
     Variant,
     WeightKind,
 )
-from quantkit.device.ops.products import (
+from quantkit.device.ops.products.stored_weights import (
     THREE,
     X_CODES,
     X_SCALE,
-    K,
-    M,
-    N,
-    formats,
     named_weights,
     products,
     sample_product,
 )
-from quantkit.device.ops.projections import (
-    BUDGET,
-    REQUIRES,
-    TILE,
-    WIDTH,
-    project_codes,
-    project_values,
-    rows_of_heads,
-    sizes_of_heads,
-)
-from quantkit.device.ops.streams import ALIGNED
 from quantkit.errors import ShapeError
 from quantkit.numerics.attention_factors import RUN, padded
 

@@ -5,6 +5,7 @@
 import torch
 from torch import Tensor
 
+from quantkit.device.ops.axes import K, M, N
 from quantkit.device.ops.checks import (
     IO_DTYPES,
     check_device,
@@ -23,7 +24,7 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import SUMMED, K, M, N, decode_int4, sample_codes
+from quantkit.device.ops.products.stored_weights import SUMMED, decode_int4, sample_codes
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.formats import E4M3FN, E5M2, INT4, INT8
 from quantkit.numerics.nibbles import GROUP, MAX_FACTOR, unpack_nibbles

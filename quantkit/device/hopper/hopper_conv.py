@@ -10,8 +10,8 @@ from functools import lru_cache
 from operator import itemgetter
 
 from quantkit.device.geometry import ceil_div
-from quantkit.device.hopper.choice import COSTS, estimate
-from quantkit.device.hopper.gemm import (
+from quantkit.device.hopper.hopper_choice import COSTS, estimate
+from quantkit.device.hopper.hopper_gemm import (
     CONV_NUMBERS,
     GROUP,
     MULTIPROCESSORS,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantkit.device.ops.axes import IO, K, M, N, formats
 from quantkit.device.ops.checks import IO_DTYPES, check_gated, given, io_word, scale_words
-from quantkit.device.ops.gemm import gemm
 from quantkit.device.ops.op import (
     Argument,
     Budget,
@@ -18,17 +18,13 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import (
-    IO,
+from quantkit.device.ops.products.gemm import gemm
+from quantkit.device.ops.products.stored_weights import (
     TILE,
     W_SCALE_AXIS,
     X_CODES,
     X_SCALE,
     X_SCALE_AXIS,
-    K,
-    M,
-    N,
-    formats,
     named_weights,
     products,
     sample_product,

@@ -5,20 +5,8 @@
 import torch
 from torch import Tensor
 
-from quantkit.device.ops.checks import expect, given
-from quantkit.device.ops.heads import ROTARY
-from quantkit.device.ops.op import (
-    Argument,
-    Budget,
-    Op,
-    Operands,
-    Options,
-    Output,
-    Problem,
-    Variant,
-)
-from quantkit.device.ops.products import IO, K, M, N, format_axis
-from quantkit.device.ops.stream_operands import (
+from quantkit.device.ops.attention.heads import ROTARY
+from quantkit.device.ops.attention.stream_operands import (
     EPS,
     OPTIONS,
     PLACES,
@@ -29,7 +17,19 @@ from quantkit.device.ops.stream_operands import (
     check_streams,
     sample_streams,
 )
-from quantkit.device.ops.streams import ALIGNED, head_codes_fp8, lanes_of, value_codes_fp8
+from quantkit.device.ops.attention.streams import ALIGNED, head_codes_fp8, lanes_of, value_codes_fp8
+from quantkit.device.ops.axes import IO, K, M, N, format_axis
+from quantkit.device.ops.checks import expect, given
+from quantkit.device.ops.op import (
+    Argument,
+    Budget,
+    Op,
+    Operands,
+    Options,
+    Output,
+    Problem,
+    Variant,
+)
 from quantkit.errors import ShapeError
 from quantkit.numerics.attention_factors import COLUMNS, RUN, padded
 from quantkit.numerics.formats import E4M3FN

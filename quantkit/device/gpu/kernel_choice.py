@@ -5,18 +5,15 @@ from dataclasses import dataclass, replace
 
 from quantkit.device.gpu.devices import Device
 from quantkit.device.gpu.kernel import Kernel
-from quantkit.device.hopper import choice as hopper_choice
-from quantkit.device.hopper import conv as hopper_conv
-from quantkit.device.hopper import geglu as hopper_gated
-from quantkit.device.hopper import gemm as hopper
-from quantkit.device.hopper import projections as hopper_projections
-from quantkit.device.hopper.attention import HopperAttention, has_maps
-from quantkit.device.hopper.gemm import Family, HopperKernel, HopperTile, Residual, Sums
+from quantkit.device.hopper import hopper_choice, hopper_conv, hopper_geglu, hopper_projections
+from quantkit.device.hopper import hopper_gemm as hopper
+from quantkit.device.hopper.hopper_attention import HopperAttention, has_maps
+from quantkit.device.hopper.hopper_gemm import Family, HopperKernel, HopperTile, Residual, Sums
 from quantkit.device.hopper.tensormap import ITEM_BYTES
-from quantkit.device.ops.activations import ACTIVATIONS
+from quantkit.device.ops.norms.activations import ACTIVATIONS
 from quantkit.device.ops.op import Op, Sizes, Variant
-from quantkit.device.ops.residual import SUFFIX
-from quantkit.device.tiles import choose_tile
+from quantkit.device.ops.products.residual import SUFFIX
+from quantkit.device.tile_choice import choose_tile
 from quantkit.numerics.conv_windows import ConvShape
 
 
@@ -121,9 +118,9 @@ def _geglu(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> Hop
     """Return Hopper's kernel; None where a row of the result is not made of its pieces."""
     assert isinstance(sizes, dict)
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
-    if n % hopper_gated.COLUMNS:
+    if n % hopper_geglu.COLUMNS:
         return None
-    best, mode = hopper_gated.choose_gated_tile(
+    best, mode = hopper_geglu.choose_gated_tile(
         m, n, k, sparse=op.sparse, sums=wanted.sums(words), multiprocessors=wanted.units
     )
     *shared, y_format = words

@@ -8,7 +8,7 @@ which makes a call 4 to 11 % shorter than copies by threads (D 64 and 128, 4096 
 from dataclasses import dataclass
 
 from quantkit.device.geometry import ceil_div
-from quantkit.device.hopper.gemm import MULTIPROCESSORS
+from quantkit.device.hopper.hopper_gemm import MULTIPROCESSORS
 from quantkit.device.hopper.tensormap import ITEM_BYTES, TensorMap
 from quantkit.device.ops.op import Op
 from quantkit.numerics.formats import E4M3FN, FORMATS, INT8

@@ -7,24 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.device.ops.axes import format_axis
 from quantkit.device.ops.checks import IO_DTYPES, StoredWeights, given
 from quantkit.device.ops.op import Argument, Axis, Budget, Op, Variant, WeightKind
-from quantkit.numerics.formats import FORMATS, INT4, INT8, find_format
+from quantkit.numerics.formats import INT4, INT8, find_format
 from quantkit.numerics.nibbles import GROUP, MAX_FACTOR, integer_codes
 from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES, unpack_two_of_four
 from quantkit.numerics.scales import decode
 
-#: Float formats that kernels read.
-FP8 = tuple(fmt.name for fmt in FORMATS.values() if not fmt.is_integer)
-#: Word in an operation's name -> formats of the codes that it multiplies. A format's place in
-#: FORMATS is its number in kernels/include/config.h.
-CODES = {"fp8": FP8, "int8": (INT8.name,)}
-IO = Axis("QK_IO", ("f16", "bf16", "f32"))
 X_SCALE_AXIS = Axis("QK_X_SCALE", ("tensor", "token"))
 W_SCALE_AXIS = Axis("QK_W_SCALE", ("tensor", "channel"))
 TILE = Axis("QK_TILE", ("t0", "t1", "t2", "t3", "t4"))
 
-M, N, K = Argument("m", "i32"), Argument("n", "i32"), Argument("k", "i32")
 X_CODES, X_SCALE = Argument("x", "u8", "[m, k]"), Argument("x_scale", "f32", "[1] or [m]")
 
 #: Of operations that sum products and round once.
@@ -41,16 +35,6 @@ THREE = ("wq", "wk", "wv")
 _CODES = ("w", *THREE)
 #: Weights' arguments: codes, positions of 2:4 ones, scales of groups of int4 ones.
 _WEIGHTS = tuple(f"{w}{behind}" for w in _CODES for behind in ("", "_meta", "_group"))
-
-
-def formats(of: str, kind: str) -> Axis:
-    """Return the axis of the format of X, W or Y in an operation on ``kind``, a key of CODES."""
-    return format_axis(of, CODES[kind])
-
-
-def format_axis(of: str, names: tuple[str, ...]) -> Axis:
-    """Return the axis of the format of X, W or Y; ``names`` follow each other in FORMATS."""
-    return Axis(f"QK_{of}_FORMAT", names, first=list(FORMATS).index(names[0]))
 
 
 def scales_and_bias(rows: str) -> tuple[Argument, Argument]:

@@ -12,10 +12,10 @@ from functools import cached_property
 
 from quantkit.device.geometry import ceil_div
 from quantkit.device.hopper.tensormap import ITEM_BYTES, TensorMap
-from quantkit.device.ops.activations import ACTIVATIONS
+from quantkit.device.ops.norms.activations import ACTIVATIONS
 from quantkit.device.ops.op import Op
-from quantkit.device.ops.products import THREE
-from quantkit.device.ops.residual import SUFFIX
+from quantkit.device.ops.products.residual import SUFFIX
+from quantkit.device.ops.products.stored_weights import THREE
 from quantkit.device.ops.table import find_op, name_for
 from quantkit.errors import KernelError
 from quantkit.numerics.formats import FORMATS, INT4, INT8
@@ -51,11 +51,11 @@ class Family(Enum):
     GEMM = "gemm"
     #: tokens are read from pictures (hopper_conv)
     CONV = "conv"
-    #: a GEMM whose second half of outputs gates the first one, quantized (hopper_gated)
+    #: a GEMM whose second half of outputs gates the first one, quantized (hopper_geglu)
     GEGLU = "geglu"
     #: a GEMM behind which an activation stands, quantized
     GELU = "project_gelu"
-    #: GEMMs that end in codes of attention's heads (hopper.projections)
+    #: GEMMs that end in codes of attention's heads (hopper_projections)
     CODES = "project_codes"
     VALUES = "project_values"
     HEADS = "project_heads"

@@ -7,20 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantkit.device.ops.checks import given
-from quantkit.device.ops.heads import ROTARY
-from quantkit.device.ops.op import (
-    Argument,
-    Budget,
-    Op,
-    Operands,
-    Options,
-    Output,
-    Problem,
-    Variant,
-)
-from quantkit.device.ops.products import IO, K, M, N
-from quantkit.device.ops.stream_operands import (
+from quantkit.device.ops.attention.heads import ROTARY
+from quantkit.device.ops.attention.stream_operands import (
     EPS,
     OPTIONS,
     PLACES,
@@ -31,7 +19,25 @@ from quantkit.device.ops.stream_operands import (
     check_streams,
     sample_streams,
 )
-from quantkit.device.ops.streams import ALIGNED, ROTATIONS, Streams, lanes_of, normed_and_rotated
+from quantkit.device.ops.attention.streams import (
+    ALIGNED,
+    ROTATIONS,
+    Streams,
+    lanes_of,
+    normed_and_rotated,
+)
+from quantkit.device.ops.axes import IO, K, M, N
+from quantkit.device.ops.checks import given
+from quantkit.device.ops.op import (
+    Argument,
+    Budget,
+    Op,
+    Operands,
+    Options,
+    Output,
+    Problem,
+    Variant,
+)
 
 
 def joint_heads(

@@ -5,7 +5,7 @@ from functools import lru_cache
 from operator import itemgetter
 
 from quantkit.device.geometry import ceil_div
-from quantkit.device.hopper.gemm import MULTIPROCESSORS, STEP_K, TILES, HopperTile, Sums
+from quantkit.device.hopper.hopper_gemm import MULTIPROCESSORS, STEP_K, TILES, HopperTile, Sums
 from quantkit.numerics.formats import INT4, INT8
 
 

@@ -5,26 +5,22 @@
 import torch
 from torch import Tensor
 
+from quantkit.device.ops.axes import IO, K, M, N, formats
 from quantkit.device.ops.checks import IO_DTYPES, check_gemm, given, io_word, scale_words
 from quantkit.device.ops.op import Argument, Op, Operands, Options, Output, Problem, Variant
-from quantkit.device.ops.products import (
-    IO,
+from quantkit.device.ops.products.residual import with_residual
+from quantkit.device.ops.products.stored_weights import (
     SUMMED,
     TILE,
     W_SCALE_AXIS,
     X_CODES,
     X_SCALE,
     X_SCALE_AXIS,
-    K,
-    M,
-    N,
-    formats,
     named_weights,
     products,
     sample_product,
     scales_and_bias,
 )
-from quantkit.device.ops.residual import with_residual
 from quantkit.numerics.scales import decode
 
 

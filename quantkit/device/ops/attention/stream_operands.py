@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from quantkit.device.ops.attention.heads import check_rotation
+from quantkit.device.ops.attention.streams import ALIGNED, ROTATIONS, Streams
 from quantkit.device.ops.checks import IO_DTYPES, check_device, eps_bits, expect, given, io_word
-from quantkit.device.ops.heads import check_rotation
 from quantkit.device.ops.op import Argument, Op, Operands, Options, Variant
-from quantkit.device.ops.streams import ALIGNED, ROTATIONS, Streams
 from quantkit.errors import ShapeError
 from quantkit.numerics.attention_limits import LARGEST_HEAD, takes_heads
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.device.geometry import own_tile
+from quantkit.device.ops.axes import IO, M, N, format_axis
 from quantkit.device.ops.checks import IO_DTYPES, check_device, expect, given, io_word
 from quantkit.device.ops.op import (
     Argument,
@@ -20,7 +21,6 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import IO, M, N, format_axis
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention_factors import (
     COLUMNS,

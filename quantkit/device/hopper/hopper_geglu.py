@@ -8,8 +8,8 @@ from functools import lru_cache
 from operator import itemgetter
 
 from quantkit.device.geometry import ceil_div
-from quantkit.device.hopper.choice import Cost
-from quantkit.device.hopper.gemm import (
+from quantkit.device.hopper.hopper_choice import Cost
+from quantkit.device.hopper.hopper_gemm import (
     GROUP,
     MULTIPROCESSORS,
     STEP_K,

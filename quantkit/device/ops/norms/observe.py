@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quantkit.device.ops.axes import IO, K, M, N
 from quantkit.device.ops.checks import IO_DTYPES, given, io_word
 from quantkit.device.ops.op import (
     Argument,
@@ -14,7 +15,6 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import IO, K, M, N
 from quantkit.errors import ShapeError
 from quantkit.numerics.histogram import BINS, bin_index
 

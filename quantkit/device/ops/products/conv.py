@@ -5,9 +5,8 @@
 import torch
 from torch import Tensor
 
-from quantkit.device.ops import gemm as products_of_rows
+from quantkit.device.ops.axes import IO, K, M, N, formats
 from quantkit.device.ops.checks import IO_DTYPES, check_conv, given, io_word, scale_words
-from quantkit.device.ops.gemm import gemm
 from quantkit.device.ops.op import (
     Argument,
     Axis,
@@ -20,21 +19,18 @@ from quantkit.device.ops.op import (
     Sizes,
     Variant,
 )
-from quantkit.device.ops.products import (
-    IO,
+from quantkit.device.ops.products import gemm as products_of_rows
+from quantkit.device.ops.products.gemm import gemm
+from quantkit.device.ops.products.residual import SUFFIX, with_residual
+from quantkit.device.ops.products.stored_weights import (
     SUMMED,
     TILE,
     W_SCALE_AXIS,
-    K,
-    M,
-    N,
-    formats,
     named_weights,
     products,
     sample_product,
     scales_and_bias,
 )
-from quantkit.device.ops.residual import SUFFIX, with_residual
 from quantkit.numerics.conv_windows import ConvShape, Windows
 
 # As kernels/include/picture.h has them.

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.device.ops import attention
+from quantkit.device.ops.attention import coded_attention
+from quantkit.device.ops.axes import format_axis
 from quantkit.device.ops.checks import check_scalar, check_smoothing, given
+from quantkit.device.ops.norms.quantize import quantize_static
 from quantkit.device.ops.op import Argument, Budget, Op, Operands, Options, Output, Problem, Variant
-from quantkit.device.ops.products import format_axis
-from quantkit.device.ops.quantize import quantize_static
 from quantkit.numerics.formats import E4M3FN
 
 #: What their names and families end in.
@@ -102,4 +102,4 @@ def _sampling(plain: _Sample) -> _Sample:
     return sample
 
 
-OPS = tuple(_with_codes(op) for op in attention.OPS if op.family == "attention")
+OPS = tuple(_with_codes(op) for op in coded_attention.OPS if op.family == "attention")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from quantkit.device.ops.axes import CODES, IO, K, M, formats
 from quantkit.device.ops.checks import IO_DTYPES, check_quantize, check_scalar, given, io_word
 from quantkit.device.ops.op import (
     Argument,
@@ -17,7 +18,6 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import CODES, IO, K, M, formats
 from quantkit.numerics.formats import find_format
 from quantkit.numerics.scales import cast
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantkit.device.ops.axes import CODES, IO, K, M, N, formats
 from quantkit.device.ops.checks import (
     IO_DTYPES,
     check_device,
@@ -17,7 +18,8 @@ from quantkit.device.ops.checks import (
     given,
     io_word,
 )
-from quantkit.device.ops.norm_rows import codes_of, sample_input
+from quantkit.device.ops.norms.norm_rows import codes_of, sample_input
+from quantkit.device.ops.norms.quantize import SMOOTHING, smooth_word
 from quantkit.device.ops.op import (
     Argument,
     Axis,
@@ -29,8 +31,6 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import CODES, IO, K, M, N, formats
-from quantkit.device.ops.quantize import SMOOTHING, smooth_word
 from quantkit.errors import KernelError, ShapeError
 
 

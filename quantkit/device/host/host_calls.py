@@ -7,7 +7,7 @@ from quantkit.device import log
 from quantkit.device.backends import Backend
 from quantkit.device.host import library as host
 from quantkit.device.ops.op import Op, Operands, Output, Problem, Variant
-from quantkit.device.tiles import choose_tile
+from quantkit.device.tile_choice import choose_tile
 
 #: GFLOP/s of one core per tile of the menu, whole tiles of a dense GEMM with K = 512 (Zen 5, g++
 #: 12, docs/notes/kernels.md); only the ratios matter. Its tiles beyond these are made for gfx12.

@@ -9,7 +9,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantkit.device.ops.attention import PV_AXES
+from quantkit.device.ops.attention.coded_attention import PV_AXES
+from quantkit.device.ops.attention.streams import (
+    ALIGNED,
+    ROTATIONS,
+    Streams,
+    head_codes_fp8,
+    head_codes_int8,
+    lanes_of,
+    value_codes_f16,
+    value_codes_fp8,
+)
+from quantkit.device.ops.axes import IO, K, M, N, format_axis
 from quantkit.device.ops.checks import IO_DTYPES, check_device, eps_bits, expect, given, io_word
 from quantkit.device.ops.op import (
     Argument,
@@ -21,17 +32,6 @@ from quantkit.device.ops.op import (
     Output,
     Problem,
     Variant,
-)
-from quantkit.device.ops.products import IO, K, M, N, format_axis
-from quantkit.device.ops.streams import (
-    ALIGNED,
-    ROTATIONS,
-    Streams,
-    head_codes_fp8,
-    head_codes_int8,
-    lanes_of,
-    value_codes_f16,
-    value_codes_fp8,
 )
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention_factors import COLUMNS, KEYS, RUN, padded

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantkit.device.ops.attention.streams import ALIGNED
+from quantkit.device.ops.axes import CODES, K, M, N, formats
 from quantkit.device.ops.checks import check_gemm, given
-from quantkit.device.ops.gemm import gemm
 from quantkit.device.ops.op import (
     Argument,
     Axis,
@@ -27,19 +28,14 @@ from quantkit.device.ops.op import (
     Variant,
     WeightKind,
 )
-from quantkit.device.ops.products import (
-    CODES,
+from quantkit.device.ops.products.gemm import gemm
+from quantkit.device.ops.products.stored_weights import (
     X_CODES,
     X_SCALE,
-    K,
-    M,
-    N,
-    formats,
     named_weights,
     products,
     sample_product,
 )
-from quantkit.device.ops.streams import ALIGNED
 from quantkit.errors import ShapeError
 from quantkit.numerics.attention_factors import COLUMNS, RUN, padded
 from quantkit.numerics.formats import E4M3FN

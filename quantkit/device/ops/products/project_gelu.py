@@ -5,9 +5,9 @@
 import torch
 from torch import Tensor
 
-from quantkit.device.ops.activations import ACTIVATIONS, ALIGNED, check_changes, gelu_codes
+from quantkit.device.ops.axes import IO, K, M, N, formats
 from quantkit.device.ops.checks import IO_DTYPES, check_gemm, given, io_word
-from quantkit.device.ops.gemm import gemm
+from quantkit.device.ops.norms.activations import ACTIVATIONS, ALIGNED, check_changes, gelu_codes
 from quantkit.device.ops.op import (
     Argument,
     Axis,
@@ -19,14 +19,10 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import (
-    IO,
+from quantkit.device.ops.products.gemm import gemm
+from quantkit.device.ops.products.stored_weights import (
     X_CODES,
     X_SCALE,
-    K,
-    M,
-    N,
-    formats,
     named_weights,
     products,
     sample_product,

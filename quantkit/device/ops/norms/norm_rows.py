@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from quantkit.device.ops.checks import check_device, check_scalar, expect
+from quantkit.device.ops.norms.quantize import quantize_static
 from quantkit.device.ops.op import Argument, Operands, Variant
-from quantkit.device.ops.quantize import quantize_static
 
 INPUT_ARGS = (
     Argument("weight", "io", "[k]", null="ones"),

@@ -1,4 +1,4 @@
-"""Projections to codes of heads on Hopper: the GEMM of hopper.gemm with another end.
+"""Projections to codes of heads on Hopper: the GEMM of hopper_gemm with another end.
 
 Three projections of one input are one launch: each tile has rows of one of the weights
 (kernels/include/codes_sm90.h), which the copy engine finds by three tensor maps.
@@ -8,8 +8,8 @@ from functools import lru_cache
 from operator import itemgetter
 
 from quantkit.device.geometry import ceil_div
-from quantkit.device.hopper.choice import Cost
-from quantkit.device.hopper.gemm import (
+from quantkit.device.hopper.hopper_choice import Cost
+from quantkit.device.hopper.hopper_gemm import (
     GROUP,
     MULTIPROCESSORS,
     STEP_K,
@@ -38,7 +38,7 @@ TILES: dict[str, HopperTile] = {
     )
 }
 
-#: (sparse, sums) -> tile -> cost, fitted as those of ``hopper.choice`` to the medians of ten shapes
+#: (sparse, sums) -> tile -> cost, fitted as those of ``hopper_choice`` to the medians of ten shapes
 #: of three weights, from 128x1280x1280 to 4608x3072x3072, on one H200: random codes, L2 cold, CUDA
 #: events, one scale for the tokens (tests/golden/hopper_projection_times.json).
 COSTS: dict[tuple[bool, Sums], dict[str, Cost]] = {

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.device.ops.axes import CODES, IO, K, M, N, formats
 from quantkit.device.ops.checks import IO_DTYPES, check_device, eps_bits, expect, given, io_word
-from quantkit.device.ops.norm_rows import INPUT_ARGS, check_input, codes_of, sample_input
+from quantkit.device.ops.norms.norm_rows import INPUT_ARGS, check_input, codes_of, sample_input
+from quantkit.device.ops.norms.quantize import SMOOTHING, smooth_word
 from quantkit.device.ops.op import (
     Argument,
     Budget,
@@ -21,8 +23,6 @@ from quantkit.device.ops.op import (
     Problem,
     Variant,
 )
-from quantkit.device.ops.products import CODES, IO, K, M, N, formats
-from quantkit.device.ops.quantize import SMOOTHING, smooth_word
 from quantkit.errors import ShapeError
 from quantkit.numerics import norms
 

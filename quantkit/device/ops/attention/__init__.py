@@ -1,0 +1,1 @@
+"""Attention on codes, and what makes codes of its heads."""

@@ -1,0 +1,1 @@
+"""Products of codes and weights."""
