@@ -25,6 +25,7 @@ from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 from tests.support.kernel_cases import operate
 from tests.support.packed import packed_module
+from tests.support.sampling import turned
 
 TOKEN, STATIC, NONE = Activation.TOKEN, Activation.STATIC, Activation.NONE
 PLAIN = Scheme(E4M3FN, PerChannel(), None, STATIC)
@@ -200,10 +201,11 @@ BEFORE = {
 
 @torch.no_grad()
 @pytest.mark.usefixtures("fusing")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", ACTIVATED)
-@pytest.mark.parametrize("name", READERS)
-def test_an_activation_and_its_codes_are_one_operation(name, activation, dtype):
+@pytest.mark.parametrize(
+    "how", turned(READERS, ACTIVATED, (torch.float32, torch.float16, torch.bfloat16), times=4)
+)
+def test_an_activation_and_its_codes_are_one_operation(how):
+    name, activation, dtype = how
     down = READERS[name]
     model = network(PLAIN, down, activation=activation).to(dtype)
     x = torch.randn(2, 5, 32).to(dtype)

@@ -486,7 +486,10 @@ threads = [threading.Thread(target=__import__, args=(name,)) for name in names]
 
 @pytest.mark.parametrize(
     ("before", "after", "heavy"),
-    [("", THREADS, False), (IMPORTS, "", True)],
+    [
+        ("", THREADS, False),
+        pytest.param(IMPORTS, "", True, marks=pytest.mark.slow),
+    ],
     ids=["before-in-threads", "after"],
 )
 def test_importing_quantkit_is_enough(before, after, heavy):

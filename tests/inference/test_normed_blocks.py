@@ -27,6 +27,7 @@ from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 from tests.support.packed import packed_module
+from tests.support.sampling import turned
 
 STATIC = Scheme(E4M3FN, PerChannel(), None, Activation.STATIC)
 SCHEMES = {
@@ -174,10 +175,11 @@ def norms_of(case):
 
 @torch.no_grad()
 @pytest.mark.usefixtures("one_pass")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("case", CASES)
-def test_norm_and_codes_are_one_operation(case, name, dtype):
+@pytest.mark.parametrize(
+    "how", turned(CASES, SCHEMES, (torch.float32, torch.bfloat16, torch.float16), times=4)
+)
+def test_norm_and_codes_are_one_operation(how):
+    case, name, dtype = how
     model, inputs = packed(case, SCHEMES[name])
     model.to(dtype)
     inputs = {k: v if k == "image_rotary_emb" else v.to(dtype) for k, v in inputs.items()}

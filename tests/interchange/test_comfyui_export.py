@@ -30,6 +30,7 @@ from tests.support.denoisers import (
     output_of,
 )
 from tests.support.near_ties import near_ties
+from tests.support.sampling import turned
 
 FOLDERS = {"sd15": "unet", "sdxl": "unet", "sd3": "transformer", "flux": "transformer"}
 
@@ -62,9 +63,9 @@ def written(calibrated, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("to", ["comfyui", "comfyui-int8"])
-@pytest.mark.parametrize("name", INPUTS)
-def test_comfyui_answers_nearly_as_the_16_bit_model(name, to, written, monkeypatch):
+@pytest.mark.parametrize("case", turned(INPUTS, ("comfyui", "comfyui-int8")))
+def test_comfyui_answers_nearly_as_the_16_bit_model(case, written, monkeypatch):
+    name, to = case
     let_diffusers_read_narrow_flux(monkeypatch)
     pipeline, path, result = written(name, to)
     model = dense_model(name, pipeline)

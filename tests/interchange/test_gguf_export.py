@@ -28,6 +28,7 @@ from tests.support.denoisers import (
     tiny_denoiser,
     tiny_sd15,
 )
+from tests.support.sampling import turned
 
 KINDS = ("Q8_0", "Q4_0")
 
@@ -68,9 +69,9 @@ def test_diffusers_reads_the_file_and_computes_nearly_the_same(
     assert error < (0.02 if kind == "Q8_0" else 0.3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", DENOISERS)
-def test_tensors_are_those_of_the_gguf_package(name, kind, saved, tmp_path):
+@pytest.mark.parametrize("case", turned(DENOISERS, KINDS))
+def test_tensors_are_those_of_the_gguf_package(case, saved, tmp_path):
+    name, kind = case
     result = export(saved(name), to=f"gguf:{kind}", output=tmp_path / "m.gguf")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     found = {tensor.name: tensor for tensor in reader.tensors}

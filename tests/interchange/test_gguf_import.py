@@ -23,6 +23,7 @@ from quantkit.storage.digest import sha256_of
 from quantkit.workflow.arguments import as_model
 from quantkit.workflow.single_file import single_file
 from tests.support.denoisers import DENOISERS, original_state, tiny_denoiser
+from tests.support.sampling import turned
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 KINDS = ("Q8_0", "Q4_0")
@@ -71,9 +72,9 @@ def unpacked(source):
     return model.components[0], load_file(model.components[0].shards[0])
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "Q8_0 convolutions"])
-@pytest.mark.parametrize("name", DENOISERS)
-def test_weights_are_those_that_gguf_dequantizes(name, kind, saved, config, tmp_path):
+@pytest.mark.parametrize("case", turned(DENOISERS, [*KINDS, "Q8_0 convolutions"]))
+def test_weights_are_those_that_gguf_dequantizes(case, saved, config, tmp_path):
+    name, kind = case
     path, kind, convolutions = tmp_path / "m.gguf", kind[:4], kind not in KINDS
     quantkit.export(saved(name), to=f"gguf:{kind}", output=path, convolutions=convolutions)
     component, found = unpacked(SingleFile(path, config(name)))

@@ -26,6 +26,7 @@ from tests.support.denoisers import (
     original_state,
     tiny_denoiser,
 )
+from tests.support.sampling import turned
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INSIDE = "model.diffusion_model."
@@ -228,9 +229,11 @@ def test_codes_alone_become_bf16(config, tmp_path):
         assert torch.equal(value, state[key].float()), key
 
 
-@pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3", "flux"])
-@pytest.mark.parametrize("target", ["single-file", "comfyui-int8", "fp8r"])
-def test_exports_come_back(name, target, tmp_path):
+@pytest.mark.parametrize(
+    "case", turned(["sd15", "sdxl", "sd3", "flux"], ["single-file", "comfyui-int8", "fp8r"])
+)
+def test_exports_come_back(case, tmp_path):
+    name, target = case
     source = tmp_path / "source"
     tiny_denoiser(name).bfloat16().save_pretrained(source)
     path = tmp_path / "m.safetensors"

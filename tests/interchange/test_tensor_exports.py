@@ -90,6 +90,7 @@ def read_by_sdnq(packed, saved, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ["fp8/sd15", "fp8/flux", "mixed/sd15"])
+@pytest.mark.slow
 def test_sdnq_reads_packed_weights_bit_for_bit(case, read_by_sdnq):
     folder, sources = read_by_sdnq
     wanted = values_of(sources[case])
@@ -103,6 +104,7 @@ def test_sdnq_reads_packed_weights_bit_for_bit(case, read_by_sdnq):
     assert float((answer - computed).norm() / computed.norm()) < 1e-5
 
 
+@pytest.mark.slow
 def test_sdnq_reads_what_is_quantized_on_the_way(read_by_sdnq):
     folder, _ = read_by_sdnq
     wanted = output_of("sd3", tiny_denoiser("sd3"))

@@ -216,6 +216,7 @@ def static_modules(packed):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_compiled_model_projects_in_one_launch(made):
     need(compilers.host_compiler)
     unet = quantkit.load_pipeline(made / "packed", torch_dtype=torch.float32).unet

@@ -202,6 +202,7 @@ def test_killed_processes_go_on(arguments, whole, tmp_path):
     assert [*output.parent.iterdir()] == [output]
 
 
+@pytest.mark.slow
 def test_killed_run_goes_on(arguments, whole, tmp_path):
     output = tmp_path / "out" / "c.safetensors"
     result = launch(1, arguments, output, tmp_path, "-q", fail="0:2:kill")

@@ -137,6 +137,7 @@ def test_pages_that_are_made_are_what_makes_them_says(script, page):
     assert made == written, f"run: python docs/make_{script}.py"
 
 
+@pytest.mark.slow
 def test_the_page_of_models_is_that_of_the_installed_diffusers():
     import diffusers
 
