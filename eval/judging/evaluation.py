@@ -161,11 +161,11 @@ def common_dtype(pairs: Sequence[Pair]) -> torch.dtype | None:
     Raises:
         ModelError: there is none that all can run in.
     """
-    wanted = {pair.dtype: pair.packed.path for pair in pairs if pair.dtype is not None}
-    if len(wanted) > 1:
-        told = ", ".join(f"{path} {dtype}".replace("torch.", "") for dtype, path in wanted.items())
+    dtypes = {pair.dtype: pair.packed.path for pair in pairs if pair.dtype is not None}
+    if len(dtypes) > 1:
+        told = ", ".join(f"{path} {dtype}".replace("torch.", "") for dtype, path in dtypes.items())
         raise ModelError(f"each runs in its own dtype alone ({told}); report on them one by one")
-    return next(iter(wanted), None)
+    return next(iter(dtypes), None)
 
 
 def _with_encoders(model: Model, names: Collection[str]) -> Model:

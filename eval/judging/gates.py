@@ -146,7 +146,7 @@ def judge(
 
     Args:
         comparison: of the packed pictures with the original's.
-        limits: None for a gate that is not wanted.
+        limits: None for a gate that is not asked for.
         compression: decides which limit of the CLIP score applies.
         floors: the original against itself: what broken pictures are told by.
     """

@@ -21,7 +21,7 @@ from quantkit.sensitivity.treatments import BY_NAME, SIXTEEN_BIT
 
 #: Layers that are named; the command changes all of them.
 NAMED = 6
-#: The prediction must be so much better than the limit, as a share of what is wanted of 1 - SSIM.
+#: The prediction must be so much better than the limit, as a share of the limit of 1 - SSIM.
 MARGIN = 0.8
 #: Between 1 - SSIM and the error of the latents, where the noise floor does not tell: both are
 #: squares for small errors.

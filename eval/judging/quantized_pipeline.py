@@ -282,7 +282,7 @@ def _open_pipeline(path: Path, model: Model) -> Iterator[QuantizedComponent]:
     for name in names if found else ():
         if theirs.get(name) != mine.get(name):
             raise ModelError(
-                f"{path}: its {name} is {theirs.get(name, 'missing')}, wanted "
+                f"{path}: its {name} is {theirs.get(name, 'missing')}, expected "
                 f"{mine.get(name, 'none')} as in {model.path}; pass two directories of the same "
                 "pipeline"
             )
@@ -324,7 +324,7 @@ def _open_gguf(path: Path, model: Model) -> QuantizedComponent:
     quantizer = QUANTIZERS["gguf"]
     if path.suffix.lower() != ".gguf":
         raise ModelError(
-            f"{path}: a single file, wanted a directory or a .gguf file; 'quantkit import' writes "
+            f"{path}: a single file, expected a directory or .gguf file; 'quantkit import' writes "
             "it as a pipeline"
         )
     require_package(quantizer, path)
@@ -351,7 +351,7 @@ def _placed(
     names = [name for name, kind in classes.items() if kind == component.class_name]
     if len(names) != 1:
         raise ModelError(
-            f"{component.path}: a component alone, {component.class_name}, wanted of a class that "
+            f"{component.path}: a component alone, {component.class_name}, expected a class that "
             f"{model.path} has once, found {', '.join(names) or 'none'}; pass the directory of "
             "the whole pipeline"
         )

@@ -21,11 +21,11 @@ def open_unpacked(path: Path, model: Model) -> Model:
         ModelError: a component alone, other denoisers, or other layers.
     """
     other = open_model(str(path))
-    kinds, wanted = _kinds(other), _kinds(model)
-    if not other.is_pipeline or kinds != wanted:
+    kinds, expected = _kinds(other), _kinds(model)
+    if not other.is_pipeline or kinds != expected:
         raise ModelError(
-            f"{path}: not packed, and its denoisers are {', '.join(kinds)}, wanted "
-            f"{', '.join(wanted)} as in {model.path}; pass two directories of the same pipeline"
+            f"{path}: not packed, and its denoisers are {', '.join(kinds)}, expected "
+            f"{', '.join(expected)} as in {model.path}; pass two directories of the same pipeline"
         )
     for mine, theirs in zip(model.components, other.components, strict=True):
         odd = _shapes(mine).items() ^ _shapes(theirs).items()

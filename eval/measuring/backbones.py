@@ -50,7 +50,7 @@ class LpipsBackbone:
         """
         if min(first.shape[:2]) < LPIPS_MIN_SIDE:
             raise ShapeError(
-                f"lpips: {first.shape[1]}x{first.shape[0]} pixels; wanted at least "
+                f"lpips: {first.shape[1]}x{first.shape[0]} pixels; expected at least "
                 f"{LPIPS_MIN_SIDE}x{LPIPS_MIN_SIDE} for {self.name}"
             )
         with torch.inference_mode():
@@ -209,7 +209,7 @@ def _read_imagenet(path: Path) -> Any:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except (*DAMAGE, OSError, EOFError, RuntimeError, UnpicklingError) as error:
         raise ModelError(
-            f"{path}: not a torch state dict ({short(error)}); wanted torchvision's AlexNet weights"
+            f"{path}: not a torch state dict ({short(error)}); expected AlexNet of torchvision"
         ) from error
     model = _build(pretrained=False)
     _copy_features(state, model.net, path)
@@ -227,13 +227,13 @@ def _build(*, pretrained: bool) -> Any:
 
 def _copy_features(state: object, network: torch.nn.Module, path: Path) -> None:
     """Copy torchvision's ``features.3.weight`` to the ``slice2.3.weight`` of lpips."""
-    wanted = {name.split(".", 1)[1]: tensor for name, tensor in network.state_dict().items()}
-    for name, tensor in wanted.items():
+    expected = {name.split(".", 1)[1]: tensor for name, tensor in network.state_dict().items()}
+    for name, tensor in expected.items():
         found = state.get(f"features.{name}") if isinstance(state, Mapping) else None
         if not isinstance(found, Tensor) or found.shape != tensor.shape:
             have = tuple(found.shape) if isinstance(found, Tensor) else "nothing"
             raise ModelError(
-                f"{path}: features.{name}: found {have}, wanted {tuple(tensor.shape)}; "
+                f"{path}: features.{name}: found {have}, expected {tuple(tensor.shape)}; "
                 "pass torchvision's AlexNet weights"
             )
         tensor.copy_(found)

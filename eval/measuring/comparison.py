@@ -74,17 +74,17 @@ def compare(pairs: Pairs, backbones: Backbones, *, progress: Progress = silent) 
         ShapeError: pictures smaller than a metric can take.
     """
     if not pairs.names:
-        raise InputError("no pictures to compare; wanted at least one pair")
-    wanted = [m for m in METRICS.values() if m.needs is Needs.PAIR and backbones.has(m.backbone)]
+        raise InputError("no pictures to compare; expected at least one pair")
+    metrics = [m for m in METRICS.values() if m.needs is Needs.PAIR and backbones.has(m.backbone)]
     scores = {}
-    for done, metric in enumerate(wanted):
-        progress("metrics", done, len(wanted) + 1)
+    for done, metric in enumerate(metrics):
+        progress("metrics", done, len(metrics) + 1)
         scores[metric.name] = _score_pairs(metric, pairs, backbones)
     clip = resemblance = None
     if backbones.clip is not None and pairs.prompts is not None:
         clip = _score_prompts(METRICS["clip"], pairs, pairs.prompts, backbones)
         resemblance = resemble(pairs, pairs.prompts, backbones.clip)
-    progress("metrics", len(wanted) + 1, len(wanted) + 1)
+    progress("metrics", len(metrics) + 1, len(metrics) + 1)
     judgements = tuple(give_judgement(judge, pairs) for judge in backbones.judges)
     return Comparison(pairs.names, pairs.prompts, scores, clip, resemblance, judgements)
 

@@ -115,6 +115,6 @@ def prompts_to_decide(values: Sequence[float], *, tests: int = 1) -> int | None:
         return None
     effect = abs(float(found.mean())) / max(float(found.std(ddof=1)), 1e-300)
     counts = np.arange(2, MOST_PROMPTS + 1)
-    wanted = stats.t.isf(ALPHA / tests, counts - 1) + stats.t.isf(1.0 - POWER, counts - 1)
-    enough = effect * np.sqrt(counts) >= wanted
+    expected = stats.t.isf(ALPHA / tests, counts - 1) + stats.t.isf(1.0 - POWER, counts - 1)
+    enough = effect * np.sqrt(counts) >= expected
     return int(counts[int(enough.argmax())]) if enough.any() else None

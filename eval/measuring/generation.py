@@ -73,12 +73,12 @@ def make_settings(
         InputError: fewer than one step or prompt at a time.
     """
     if not prompts:
-        raise PromptError("no prompts; wanted at least one")
+        raise PromptError("no prompts; expected at least one")
     for index, prompt in enumerate(prompts):
         if not prompt.strip():
-            raise PromptError(f"prompt {index}: empty; wanted text on every line")
+            raise PromptError(f"prompt {index}: empty; expected text on every line")
     if steps < 1 or batch < 1:
-        raise InputError(f"steps {steps}, batch {batch}: wanted at least 1 of both")
+        raise InputError(f"steps {steps}, batch {batch}: expected at least 1 of both")
     seeds = tuple(seed + index for index in range(len(prompts)))
     return GenerationSettings(tuple(prompts), seeds, steps, guidance, batch)
 
@@ -170,7 +170,7 @@ def choose_prompts(
             better judged on others than those that its scales were chosen on.
 
     Raises:
-        PromptError: an unreadable file, or fewer prompts than wanted.
+        PromptError: an unreadable file, or fewer prompts than expected.
     """
     if given is None or isinstance(given, Path):
         prompts, where = read_prompts(given), str(given or "bundled prompts")
@@ -180,7 +180,7 @@ def choose_prompts(
     count = count or (default if given is None else len(prompts))
     if len(prompts) < count:
         raise PromptError(
-            f"{where}: {len(prompts)} prompts, wanted {count}; lower the count or give more "
+            f"{where}: {len(prompts)} prompts, expected {count}; lower the count or give more "
             "prompts",
             fields=("count", "prompts"),
         )

@@ -104,19 +104,19 @@ class Judgement:
     note: str = ""
 
 
-def load_judges(wanted: Sequence[str], *, device: torch.device) -> tuple[LoadedJudge, ...]:
+def load_judges(asked: Sequence[str], *, device: torch.device) -> tuple[LoadedJudge, ...]:
     """Return judges with their weights.
 
     Args:
-        wanted: names of JUDGES, each with ``=SOURCE`` where other weights than the library's are
-            wanted.
+        asked: names of JUDGES, each with ``=SOURCE`` where other weights than the library's are
+            taken.
         device: where they run.
 
     Raises:
         InputError: an unknown name, or packages that are not installed.
         ModelError: weights that cannot be had.
     """
-    return tuple(_load(text, device) for text in dict.fromkeys(wanted))
+    return tuple(_load(text, device) for text in dict.fromkeys(asked))
 
 
 def give_judgement(judge: LoadedJudge, pairs: Pairs) -> Judgement:
@@ -137,7 +137,7 @@ def give_judgement(judge: LoadedJudge, pairs: Pairs) -> Judgement:
 def _judge_sets(judge: LoadedJudge, pairs: Pairs) -> Judgement:
     count = len(pairs.names)
     if count < LEAST_OF_A_SET:
-        note = f"{count} pictures; wanted at least {LEAST_OF_A_SET}"
+        note = f"{count} pictures; expected at least {LEAST_OF_A_SET}"
         return Judgement(judge.judge, judge.source, (), (), summarize([]), None, note)
     value = judge(pairs.original, pairs.packed)
     return Judgement(judge.judge, judge.source, (), (value,), summarize([value]), None)
@@ -146,7 +146,7 @@ def _judge_sets(judge: LoadedJudge, pairs: Pairs) -> Judgement:
 def _load(text: str, device: torch.device) -> LoadedJudge:
     name, _, source = text.partition("=")
     if name not in JUDGES:
-        raise InputError(f"judge {name!r:.80}: unknown; wanted one of {', '.join(JUDGES)}")
+        raise InputError(f"judge {name!r:.80}: unknown; expected one of {', '.join(JUDGES)}")
     judge = JUDGES[name]
     if missing := [module for module in judge.modules if find_spec(module) is None]:
         raise InputError(

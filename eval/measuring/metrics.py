@@ -85,7 +85,7 @@ def measure_ssim(first: Pixels, second: Pixels, backbones: Backbones) -> float:
     check_same_size("ssim", first, second)
     if min(first.shape[:2]) < SSIM_WINDOW:
         raise ShapeError(
-            f"ssim: {first.shape[1]}x{first.shape[0]} pixels; wanted at least "
+            f"ssim: {first.shape[1]}x{first.shape[0]} pixels; expected at least "
             f"{SSIM_WINDOW}x{SSIM_WINDOW}, the size of its window"
         )
     score = structural_similarity(

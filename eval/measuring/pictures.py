@@ -161,7 +161,7 @@ def match_folders(first: Path, second: Path, prompts: tuple[str, ...] | None = N
     if prompts is not None and len(prompts) != len(names):
         raise InputError(
             f"{len(prompts)} prompts for {len(names)} pictures of {first}; "
-            "wanted one line per picture, in the order of the file names"
+            "expected one line per picture, in the order of the file names"
         )
     return Pairs(
         names,
@@ -186,10 +186,10 @@ def save_png(pixels: Pixels, path: Path) -> None:
 
 def _list(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
-        raise InputError(f"{folder}: not a folder; wanted one with {', '.join(SUFFIXES)} files")
+        raise InputError(f"{folder}: not a folder; expected one with {', '.join(SUFFIXES)} files")
     files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in SUFFIXES]
     if not files:
-        raise InputError(f"{folder}: no pictures; wanted {', '.join(SUFFIXES)} files")
+        raise InputError(f"{folder}: no pictures; expected {', '.join(SUFFIXES)} files")
     found: dict[str, Path] = {}
     for path in files:
         if path.stem in found:

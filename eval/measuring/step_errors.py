@@ -85,10 +85,10 @@ class Divergence:
         """Add the errors of one step's latents."""
         rows = step.latents.detach().cpu()
         for offset, row in enumerate(rows):
-            wanted = self.original.latents.get(step.first + offset)
-            if wanted is not None and step.index < len(wanted):
+            expected = self.original.latents.get(step.first + offset)
+            if expected is not None and step.index < len(expected):
                 self._timesteps[step.index] = step.timestep
-                error = nmse(row[None], wanted[step.index][None])
+                error = nmse(row[None], expected[step.index][None])
                 self._values.setdefault(step.index, []).extend(error)
 
     def errors(self) -> StepErrors | None:
@@ -104,9 +104,9 @@ class LocalErrors:
     _timesteps: dict[int, float] = field(default_factory=dict)
     _values: dict[int, list[float]] = field(default_factory=dict)
 
-    def add(self, answer: Tensor, wanted: Tensor) -> None:
+    def add(self, answer: Tensor, expected: Tensor) -> None:
         """Add one call of the denoiser; guidance and two-stage samplers make more than one."""
-        self._pending += nmse(answer, wanted)
+        self._pending += nmse(answer, expected)
 
     def listen(self, step: StepLatents) -> None:
         """Book the calls since the last step under the step that they made."""
@@ -144,14 +144,14 @@ def shadowed(dense: Any, packed: Any, names: tuple[str, ...]) -> Iterator[LocalE
             handle.remove()
 
 
-def nmse(answer: Tensor, wanted: Tensor) -> list[float]:
-    """Return ||answer - wanted||^2 / ||wanted||^2 of every row; infinite where it is undefined.
+def nmse(answer: Tensor, expected: Tensor) -> list[float]:
+    """Return ||answer - expected||^2 / ||expected||^2 of every row; infinite where it is undefined.
 
     Args:
         answer: (rows, ...), any float dtype.
-        wanted: the same shape.
+        expected: the same shape.
     """
-    first, second = (value.detach().double().flatten(1) for value in (answer, wanted))
+    first, second = (value.detach().double().flatten(1) for value in (answer, expected))
     errors = (first - second).square().sum(1).tolist()
     norms = second.square().sum(1).tolist()
     return [_ratio(error, norm) for error, norm in zip(errors, norms, strict=True)]

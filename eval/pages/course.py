@@ -73,13 +73,13 @@ class CoursePage:
 
     def show(self, look: Look) -> None:
         """Take the pictures of a look."""
-        pictures, wanted = _pixels(look.found), _pixels(look.wanted)
+        pictures, expected = _pixels(look.found), _pixels(look.wanted)
         names = picture_names(len(look.prompts))
-        comparison = compare(Pairs(names, wanted, pictures, look.prompts), Backbones())
+        comparison = compare(Pairs(names, expected, pictures, look.prompts), Backbones())
         self._prompts = look.prompts
         # The first looks large: a page of hundreds must stay one that a browser opens.
         side = FIRST_SIDE if len(self._seen) * len(names) <= _LARGE else LIST_SIDE
-        self._teacher = self._teacher or _sides("original", wanted, look.prompts, side)
+        self._teacher = self._teacher or _sides("original", expected, look.prompts, side)
         sides = _sides(f"step {look.step:,}", pictures, look.prompts, side, comparison)
         score = look.score
         self._seen.append(_Seen(look.step, score.metric, score.value, comparison, sides))

@@ -163,7 +163,7 @@ def load_feature_network(path: Path | str) -> FeatureNetwork:
 def _refuse_sizes(stages: tuple[Stage, ...]) -> None:
     for stage in stages:
         if not all(1 <= n <= _MOST for n in (stage.channels, stage.kernel, stage.stride)):
-            raise ValueError(f"a stage of {stage}, wanted sizes of 1 to {_MOST}")
+            raise ValueError(f"a stage of {stage}, expected sizes of 1 to {_MOST}")
 
 
 def _unit(features: Tensor) -> Tensor:

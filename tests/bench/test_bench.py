@@ -155,12 +155,12 @@ def test_shapes_come_from_files(tmp_path, name, text):
         ("a.json", "[[1, 2", "not a table of shapes"),
         ("a.json", "[]", "no shapes"),
         ("a.json", '{"m": 1}', "no shapes"),
-        ("a.json", "[[1, 2]]", "shape 1: found .* wanted whole numbers m, n, k or batch, heads"),
+        ("a.json", "[[1, 2]]", "shape 1: found .* expected whole numbers m, n, k or batch, heads"),
         ("a.json", "[[1, 2, 32], [1, 2, 3.5]]", "shape 2: found"),
         ("a.json", '[{"m": 1, "n": 2}]', "shape 1: found"),
         ("a.json", "[7]", "shape 1: found"),
         ("a.csv", "m,n,k\n1,x,3\n", "shape 1: found"),
-        ("a.csv", "m,n,k\n1,0,3\n", "shape 1: 1x0x3, wanted each to be 1 to 2147483647"),
+        ("a.csv", "m,n,k\n1,0,3\n", "shape 1: 1x0x3, expected each to be 1 to 2147483647"),
         ("a.csv", "m,n,k\n", "no shapes"),
     ],
 )
@@ -579,7 +579,7 @@ def test_the_command_fails_on_wrong_kernels(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--op", "attention"), "wanted one of quantize_fp8_static"),
+        (("--op", "attention"), "expected one of quantize_fp8_static"),
         (("--repeats", "2"), "not in the range"),
         (("--threshold", "0.5"), "not in the range"),
     ],

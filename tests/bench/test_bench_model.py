@@ -274,10 +274,10 @@ def test_weights_and_inputs_are_the_same_every_time(unet_dir):
         ("{", "not JSON"),
         (
             '{"_class_name": "AutoencoderKL"}',
-            "AutoencoderKL, wanted a denoiser class of the installed diffusers",
+            "AutoencoderKL, expected a denoiser of the installed diffusers",
         ),
-        ('{"_class_name": "DDIMScheduler"}', "class DDIMScheduler, wanted a denoiser class"),
-        ('{"_class_name": "os.path"}', "class os.path, wanted a denoiser class"),
+        ('{"_class_name": "DDIMScheduler"}', "class DDIMScheduler, expected a denoiser"),
+        ('{"_class_name": "os.path"}', "class os.path, expected a denoiser"),
         ("{}", "class None"),
         ('{"_class_name": "UNet2DConditionModel", "down_block_types": ["No"]}', "config.json"),
     ],
@@ -290,8 +290,10 @@ def test_damaged_configs_are_named(tmp_path, content, match):
 
 
 def test_unknown_configs_are_refused():
-    wanted = r"sd4: unknown, wanted sdxl, .*, ltx, a directory, .* or a denoiser class of diffusers"
-    with pytest.raises(ModelError, match=wanted):
+    expected = (
+        r"sd4: unknown, expected sdxl, .*, ltx, a directory, .* or a denoiser class of diffusers"
+    )
+    with pytest.raises(ModelError, match=expected):
         find_denoiser("sd4")
 
 

@@ -334,7 +334,9 @@ def test_cards_have_names_and_architectures(text):
 
 @pytest.mark.parametrize("text", ["", "gfx12", "gfx1201,", "sm_90a", "x" * 500, "\0", "cpu"])
 def test_unknown_cards_are_refused_with_the_list(text):
-    with pytest.raises(InputError, match="wanted gfx1201, gfx1200, gfx1100, sm_90, sm_89") as error:
+    with pytest.raises(
+        InputError, match="expected gfx1201, gfx1200, gfx1100, sm_90, sm_89"
+    ) as error:
         find_card(text)
     assert len(str(error.value)) < 400
 
@@ -510,11 +512,11 @@ def test_estimates_are_within_a_fifth_of_what_was_measured(file, name):
 def test_a_trace_has_the_weights_and_products_of_a_run_on_a_card():
     denoiser, run = measured("h100-step-sdxl")
     contender = MODEL_CONTENDERS["fp8-static-replayed"].with_attention("e4m3fn")
-    settings, wanted = ModelBenchSettings(2, 128), run[contender.name]
+    settings, expected = ModelBenchSettings(2, 128), run[contender.name]
     found = trace_contender(denoiser, contender, settings, arch_of_device("sm_90"))
-    assert found.weight_bytes == wanted["weight_bytes"]
+    assert found.weight_bytes == expected["weight_bytes"]
     own = {"quantkit products", "attention"}
-    launches = sum(k["calls"] for k in wanted["kernels"] if group_of(k["name"]) in own)
+    launches = sum(k["calls"] for k in expected["kernels"] if group_of(k["name"]) in own)
     products = sum(call.product is not None for call in found.trace.calls)
     # A profile names the longest kernels, and what torch multiplies is in other groups.
     assert products == pytest.approx(launches, rel=0.1)

@@ -22,11 +22,11 @@ def test_lpips_file_gives_what_the_lpips_package_gives(alexnet_file):
     first, second = pixels(0, 64, 64), pixels(1, 64, 64)
     tensors = [torch.tensor(p).permute(2, 0, 1)[None] / 127.5 - 1 for p in (first, second)]
     with torch.no_grad():
-        wanted = float(oracle(*tensors))
+        expected = float(oracle(*tensors))
     backbone = load_lpips(alexnet_file, device=CPU)
     assert backbone.name == "ImageNet AlexNet"
-    assert wanted > 0.01
-    assert backbone.distance(first, second) == pytest.approx(wanted, rel=1e-5)
+    assert expected > 0.01
+    assert backbone.distance(first, second) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_demo_networks_distance_is_that_of_the_lpips_package():
@@ -40,9 +40,9 @@ def test_the_demo_networks_distance_is_that_of_the_lpips_package():
     first, second = (torch.rand(2, 3, 32, 32, generator=torch.manual_seed(s)) for s in (0, 1))
     with torch.no_grad():
         ours = perceptual_distance(network, first, second)
-        wanted = oracle.eval()(first, second).flatten()
-    assert (wanted > 1e-3).all()
-    assert torch.allclose(ours, wanted, rtol=1e-5)
+        expected = oracle.eval()(first, second).flatten()
+    assert (expected > 1e-3).all()
+    assert torch.allclose(ours, expected, rtol=1e-5)
 
 
 def test_a_folder_gives_the_network_that_was_saved_there(tmp_path):
@@ -59,12 +59,12 @@ def test_a_folder_gives_the_network_that_was_saved_there(tmp_path):
 
 def test_lpips_refuses_what_the_network_cannot_see(alexnet_file):
     small = pixels(0, 24, 40)
-    with pytest.raises(ShapeError, match="40x24 pixels; wanted at least 32x32 for ImageNet"):
+    with pytest.raises(ShapeError, match="40x24 pixels; expected at least 32x32 for ImageNet"):
         load_lpips(alexnet_file, device=CPU).distance(small, small)
 
 
 @pytest.mark.parametrize(
-    ("content", "wanted"),
+    ("content", "expected"),
     [
         (None, r"weights\.pth: missing"),
         (b"not a state dict", "not a torch state dict"),
@@ -73,13 +73,13 @@ def test_lpips_refuses_what_the_network_cannot_see(alexnet_file):
     ],
     ids=["missing", "bytes", "other shape", "other object"],
 )
-def test_lpips_names_weights_that_cannot_be_used(tmp_path, content, wanted):
+def test_lpips_names_weights_that_cannot_be_used(tmp_path, content, expected):
     path = tmp_path / "weights.pth"
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content is not None:
         torch.save(content, path)
-    with pytest.raises(ModelError, match=wanted):
+    with pytest.raises(ModelError, match=expected):
         load_lpips(path, device=CPU)
 
 
@@ -103,11 +103,11 @@ def test_clip_score_is_the_cosine_of_the_embeddings(clip_dir):
     with torch.no_grad():
         output = model.eval()(**inputs)
     # The model multiplies the cosine by its learned temperature.
-    wanted = 100 * float(output.logits_per_image / model.logit_scale.detach().exp())
+    expected = 100 * float(output.logits_per_image / model.logit_scale.detach().exp())
     backbone = load_clip(str(clip_dir), device=CPU)
     assert backbone.name == "tiny-clip (CLIP)"
-    assert backbone.score(picture, prompt) == pytest.approx(wanted, abs=1e-4)
-    assert abs(wanted) > 0.01
+    assert backbone.score(picture, prompt) == pytest.approx(expected, abs=1e-4)
+    assert abs(expected) > 0.01
 
 
 def test_clip_cuts_prompts_that_are_too_long(clip_dir):

@@ -136,7 +136,7 @@ def test_bounds_are_the_defaults_or_the_noise_floors():
 
 
 @pytest.mark.parametrize(
-    ("ssim", "distance", "match", "wanted"),
+    ("ssim", "distance", "match", "expected"),
     [
         (0.99, 0.001, 0.2, Kind.SAME),
         (0.85, None, None, Kind.VARIANT),
@@ -149,6 +149,8 @@ def test_bounds_are_the_defaults_or_the_noise_floors():
         (1.0 - DISSIMILARITY, 0.001, 0.2, Kind.SAME),
     ],
 )
-def test_a_picture_is_broken_only_if_it_changed_and_lost_its_prompt(ssim, distance, match, wanted):
+def test_a_picture_is_broken_only_if_it_changed_and_lost_its_prompt(
+    ssim, distance, match, expected
+):
     found = made([ssim], [distance], [match])
-    assert sort_pictures(found, find_bounds([])).kinds == (wanted,)
+    assert sort_pictures(found, find_bounds([])).kinds == (expected,)

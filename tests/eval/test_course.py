@@ -15,11 +15,11 @@ FACTS = CourseFacts("student <1>", ("quantkit recover teacher -o student",))
 
 
 def look(step, noise, count=3, side=24):
-    wanted = np.random.default_rng(0).random((count, side, side, 3), np.float32)
-    moved = wanted + noise * np.random.default_rng(step).normal(size=wanted.shape)
+    expected = np.random.default_rng(0).random((count, side, side, 3), np.float32)
+    moved = expected + noise * np.random.default_rng(step).normal(size=expected.shape)
     found = np.clip(moved, 0, 1).astype(np.float32)
     prompts = (NASTY, *(f"ball {i}" for i in range(1, count)))
-    return Look(step, prompts, found, wanted, compare_pictures(found, wanted))
+    return Look(step, prompts, found, expected, compare_pictures(found, expected))
 
 
 def point(step, loss):

@@ -52,8 +52,8 @@ def test_pictures_over_the_budget_lose_quality_and_bring_their_differences():
     assert sum(len(text) * 3 // 4 for _, text in store.entries) <= size * 3 // 4
     found = dict(store.entries)
     assert len(found) == 3 * 4
-    wanted = amplified_difference(pairs.original[0], pairs.packed[0]).astype(int)
-    error = np.abs(decoded(found["full-0-difference"]) - wanted)
+    expected = amplified_difference(pairs.original[0], pairs.packed[0]).astype(int)
+    error = np.abs(decoded(found["full-0-difference"]) - expected)
     # made before the loss: after it, GAIN times the loss would be on top
     assert error.mean() < 4 * GAIN
     # The worst quality is taken whatever it needs.

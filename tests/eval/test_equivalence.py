@@ -36,12 +36,12 @@ def test_one_sided_tests_are_scipys(count, spread):
 def test_equivalence_is_the_worse_of_scipys_two_tests():
     values = np.random.default_rng(0).normal(0.01, 0.1, 40)
     found = show_equivalence(values.tolist(), 0.05)
-    wanted = max(
+    expected = max(
         stats.ttest_1samp(values, -0.05, alternative="greater").pvalue,
         stats.ttest_1samp(values, 0.05, alternative="less").pvalue,
     )
-    assert found.p == pytest.approx(wanted)
-    assert found.shown == (wanted <= ALPHA)
+    assert found.p == pytest.approx(expected)
+    assert found.shown == (expected <= ALPHA)
     assert [Equivalence(0.05, p).shown for p in (ALPHA, ALPHA + 1e-9)] == [True, False]
     # What the tests show, the interval at twice the level shows too: both ends inside.
     low, high = stats.t.interval(1 - 2 * ALPHA, 39, loc=values.mean(), scale=stats.sem(values))
@@ -49,7 +49,7 @@ def test_equivalence_is_the_worse_of_scipys_two_tests():
 
 
 @pytest.mark.parametrize(
-    ("p_values", "wanted"),
+    ("p_values", "expected"),
     [
         ([], []),
         ([0.7, 0.6], [1.0, 1.0]),
@@ -59,10 +59,10 @@ def test_equivalence_is_the_worse_of_scipys_two_tests():
         ([0.033586, 0.04287, 0.000137, 0.040793], [0.100758, 0.100758, 0.000548, 0.100758]),
     ],
 )
-def test_holm_is_that_of_statsmodels(p_values, wanted):
+def test_holm_is_that_of_statsmodels(p_values, expected):
     """statsmodels 0.15.0: ``multipletests(p_values, method="holm")[1]``."""
-    assert correct_holm(p_values) == pytest.approx(wanted)
-    assert holm_by_closure(p_values) == pytest.approx(wanted)
+    assert correct_holm(p_values) == pytest.approx(expected)
+    assert holm_by_closure(p_values) == pytest.approx(expected)
 
 
 @given(st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.01, 0.025, 1.0])), max_size=6))
@@ -71,7 +71,7 @@ def test_holm_is_the_closed_test_of_bonferroni(p_values):
 
 
 @pytest.mark.parametrize(
-    ("values", "wanted"),
+    ("values", "expected"),
     [
         ([1.0] * 4, (0.0, 1.0)),
         ([-0.1] * 3, (1.0, 0.0)),
@@ -80,9 +80,9 @@ def test_holm_is_the_closed_test_of_bonferroni(p_values):
     ],
     ids=["above", "below", "at zero", "equal but for rounding"],
 )
-def test_equal_values_have_no_doubt(values, wanted):
+def test_equal_values_have_no_doubt(values, expected):
     found = compare_with_zero(values)
-    assert (found.above, found.below) == wanted
+    assert (found.above, found.below) == expected
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, math.nan], [math.inf, 2.0]])
@@ -120,8 +120,8 @@ def test_prompts_to_decide_are_those_of_the_noncentral_t(effect, tests):
     counts = np.arange(2, 400)
     limit = stats.t.isf(ALPHA / tests, counts - 1)
     power = stats.nct.sf(limit, counts - 1, abs(effect) * np.sqrt(counts))
-    wanted = counts[(power >= POWER).argmax()]
-    assert prompts_to_decide(spread_around(effect), tests=tests) == wanted
+    expected = counts[(power >= POWER).argmax()]
+    assert prompts_to_decide(spread_around(effect), tests=tests) == expected
 
 
 def test_the_most_prompts_may_be_asked_for_and_not_one_more(monkeypatch):

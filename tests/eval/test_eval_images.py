@@ -23,10 +23,10 @@ def test_eval_images_prints_what_the_metrics_give(tmp_path):
     result = run_images(*folders, "--lpips-weights", "none", "--json", "--quiet")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    wanted = compare(pairs, Backbones())
+    expected = compare(pairs, Backbones())
     assert found["schema"] == "quantkit.images"
     assert found["names"] == list(pairs.names)
-    for name, score in wanted.scores.items():
+    for name, score in expected.scores.items():
         assert found["metrics"][name]["values"] == pytest.approx(score.values)
     table = run_images(*folders, "--lpips-weights", "none")
     assert "SSIM" in table.stdout
@@ -105,13 +105,13 @@ def test_eval_images_of_few_pictures_decides_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "wanted"),
+    ("arguments", "expected"),
     [
         (("--gate", "clip=1"), "the gate on clip: CLIP needs the prompts"),
         (("--gate", "lpips=1", "--lpips-weights", "none"), "lpips: this metric is left out"),
     ],
 )
-def test_eval_images_refuses_gates_that_it_cannot_judge(tmp_path, arguments, wanted):
+def test_eval_images_refuses_gates_that_it_cannot_judge(tmp_path, arguments, expected):
     result = run_images(*write_folders(tmp_path, made_pairs(2)), "--quiet", *arguments)
-    with pytest.raises(InputError, match=wanted):
+    with pytest.raises(InputError, match=expected):
         raise result.exception

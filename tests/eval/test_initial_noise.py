@@ -22,11 +22,11 @@ class Pipe:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_noise_is_that_of_float32_rounded(dtype: torch.dtype) -> None:
     pipe = Pipe()
-    wanted = pipe.prepare_latents(torch.float32).to(dtype)
+    expected = pipe.prepare_latents(torch.float32).to(dtype)
     with one_noise(pipe):
         found = pipe.prepare_latents(dtype)
     assert found.dtype == dtype
-    assert torch.equal(found, wanted)
+    assert torch.equal(found, expected)
 
 
 def test_ancestral_steps_draw_the_same_noise() -> None:

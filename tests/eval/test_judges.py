@@ -39,8 +39,8 @@ def test_pickscore_is_the_models_own_logit(clip_dir):
     model, processor = CLIPModel.from_pretrained(clip_dir), CLIPProcessor.from_pretrained(clip_dir)
     inputs = processor(text=["a red ball"], images=[picture], return_tensors="pt")
     with torch.no_grad():
-        wanted = float(model.eval()(**inputs).logits_per_image)
-    assert judge(picture, "a red ball") == pytest.approx(wanted, rel=1e-5)
+        expected = float(model.eval()(**inputs).logits_per_image)
+    assert judge(picture, "a red ball") == pytest.approx(expected, rel=1e-5)
     found = give_judgement(judge, made_pairs(3, prompts=("a red ball", "a box", "a cat")))
     assert len(found.original) == len(found.packed) == 3
     assert found.change.mean == pytest.approx(np.mean(found.packed) - np.mean(found.original))
@@ -109,10 +109,10 @@ def test_fid_is_the_distance_of_two_normal_distributions():
     found = give_judgement(judge, pairs)
     one, two = features(pairs.original), features(pairs.packed)
     covariances = np.cov(one, rowvar=False), np.cov(two, rowvar=False)
-    wanted = np.square(one.mean(0) - two.mean(0)).sum() + np.trace(
+    expected = np.square(one.mean(0) - two.mean(0)).sum() + np.trace(
         covariances[0] + covariances[1] - 2 * sqrtm(covariances[0] @ covariances[1]).real
     )
-    assert found.packed == (pytest.approx(wanted, rel=1e-3, abs=1e-9),)
+    assert found.packed == (pytest.approx(expected, rel=1e-3, abs=1e-9),)
     assert found.summary.interval is None
     same = give_judgement(judge, replace(pairs, packed=pairs.original))
     assert same.packed[0] == pytest.approx(0.0, abs=1e-8)
@@ -134,7 +134,7 @@ def test_kid_is_the_same_every_time():
 
 def test_sets_of_few_pictures_are_not_judged():
     found = give_judgement(loaded(Takes.SETS, lambda *_: 1.0), set_pairs(4))
-    assert (found.packed, found.note) == ((), "4 pictures; wanted at least 256")
+    assert (found.packed, found.note) == ((), "4 pictures; expected at least 256")
 
 
 def test_judgements_are_measured_once_and_written(monkeypatch):
@@ -182,7 +182,7 @@ def test_judgements_stand_on_the_page_beside_the_noise_floors(tmp_path):
     assert len(rows) == 2
     assert f"{comparison.judgements[0].summary.mean:.4g}" in rows[0]
     assert "+0<br>" in rows[0], "the floor's pictures are the original's"
-    assert "4 pictures; wanted at least 256" in rows[1]
+    assert "4 pictures; expected at least 256" in rows[1]
     assert "weights &lt;1&gt;, " in rows[1]
 
 
@@ -207,16 +207,16 @@ def test_a_judge_whose_package_is_missing_says_how_to_get_it(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
-        ("lpips", "judge 'lpips': unknown; wanted one of dists, clip-iqa, pickscore, fid, kid"),
+        ("lpips", "judge 'lpips': unknown; expected one of dists, clip-iqa, pickscore, fid, kid"),
         ("dists=weights.pt", "takes its library's own weights"),
         ("", "judge '': unknown"),
     ],
 )
-def test_judges_that_cannot_be_had_are_refused(text, wanted, monkeypatch):
+def test_judges_that_cannot_be_had_are_refused(text, expected, monkeypatch):
     monkeypatch.setattr(judges, "find_spec", lambda _: object())
-    with pytest.raises(InputError, match=wanted):
+    with pytest.raises(InputError, match=expected):
         load_judges([text], device=CPU)
 
 

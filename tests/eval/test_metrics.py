@@ -83,11 +83,11 @@ def test_ssim_does_not_depend_on_the_scale_of_values():
     from skimage.metrics import structural_similarity
 
     first, second = pixels(0), noisy(pixels(0), 12)
-    wanted = structural_similarity(first, second, data_range=255, channel_axis=-1)
-    assert METRICS["ssim"].pair(first, second, Backbones()) == pytest.approx(wanted, rel=1e-9)
+    expected = structural_similarity(first, second, data_range=255, channel_axis=-1)
+    assert METRICS["ssim"].pair(first, second, Backbones()) == pytest.approx(expected, rel=1e-9)
 
 
 def test_ssim_refuses_less_than_a_window():
     tiny = np.zeros((6, 9, 3), np.uint8)
-    with pytest.raises(ShapeError, match="9x6 pixels; wanted at least 7x7"):
+    with pytest.raises(ShapeError, match="9x6 pixels; expected at least 7x7"):
         METRICS["ssim"].pair(tiny, tiny, Backbones())

@@ -28,7 +28,7 @@ FP8 = Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN)
 
 
 @pytest.mark.parametrize(
-    ("command", "wanted"),
+    ("command", "expected"),
     [
         ("quantkit eval report a b -o r", "quantkit eval report a b -o r --count 80 --force"),
         ("quantkit eval report a --count 4 b", "quantkit eval report a b --count 80 --force"),
@@ -39,8 +39,8 @@ FP8 = Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN)
         ("quantkit eval report 'a b' c", "quantkit eval report 'a b' c --count 80 --force"),
     ],
 )
-def test_the_same_command_with_more_prompts(command, wanted):
-    assert with_count(command, 80) == wanted
+def test_the_same_command_with_more_prompts(command, expected):
+    assert with_count(command, 80) == expected
 
 
 def test_an_open_gate_asks_for_prompts_and_a_settled_one_for_nothing():

@@ -32,9 +32,9 @@ def test_equivalence_is_tested_where_a_metric_has_a_margin():
     packed, floor = made(0), made(1)
     (gap,) = measure_gaps(packed, (Floor("dtype", "", floor, None),), {"ssim": 0.05})
     pairs = np.subtract(packed.scores["ssim"].values, floor.scores["ssim"].values)
-    wanted = max(
+    expected = max(
         stats.ttest_1samp(pairs, -0.05, alternative="greater").pvalue,
         stats.ttest_1samp(pairs, 0.05, alternative="less").pvalue,
     )
-    assert gap.tests["ssim"].equivalence.p == pytest.approx(wanted)
+    assert gap.tests["ssim"].equivalence.p == pytest.approx(expected)
     assert gap.tests["lpips"].equivalence is None

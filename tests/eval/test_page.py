@@ -130,7 +130,7 @@ def test_the_lightbox_shows_the_measured_pixels(browser, pages, name):
 
 def test_lossy_pictures_have_the_difference_of_the_measured_ones(browser, pages):
     pairs = made(3, sigma=6.0, side=LARGE)
-    wanted = amplified_difference(pairs.original[2], pairs.packed[2]).astype(int)
+    expected = amplified_difference(pairs.original[2], pairs.packed[2]).astype(int)
     with shown(browser, pages["lossy"]) as found:
         opened(found)
         found.page.keyboard.press("d")
@@ -138,8 +138,8 @@ def test_lossy_pictures_have_the_difference_of_the_measured_ones(browser, pages)
         found.page.wait_for_function("document.querySelector('.under').complete")
         seen = found.pixels(".box").astype(int)
         # Noise is the worst for an encoder; brightness and place must be right all the same.
-        assert np.abs(seen.mean((0, 1)) - wanted.mean((0, 1))).max() < 8
-        grey = [picture.mean(2).ravel() for picture in (seen, wanted)]
+        assert np.abs(seen.mean((0, 1)) - expected.mean((0, 1))).max() < 8
+        grey = [picture.mean(2).ravel() for picture in (seen, expected)]
         assert np.corrcoef(*grey)[0, 1] > 0.7
 
 

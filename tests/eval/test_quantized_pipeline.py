@@ -73,12 +73,12 @@ def judged(pipeline_dir, gguf_file, tmp_path_factory):
 @pytest.mark.slow
 def test_the_pictures_are_those_of_the_tool_itself(judged):
     folder, _ = judged
-    wanted = (np.load(folder / "plain.npy") * 255).round().astype(np.uint8)
+    expected = (np.load(folder / "plain.npy") * 255).round().astype(np.uint8)
     for index in range(len(PROMPTS)):
         file = folder / "out" / "sdnq" / "images" / "packed" / f"{index:03d}.png"
-        assert np.array_equal(np.asarray(Image.open(file)), wanted[index])
+        assert np.array_equal(np.asarray(Image.open(file)), expected[index])
     original = folder / "out" / "sdnq" / "images" / "original" / "000.png"
-    assert not np.array_equal(np.asarray(Image.open(original)), wanted[0])
+    assert not np.array_equal(np.asarray(Image.open(original)), expected[0])
 
 
 @pytest.mark.slow
@@ -150,18 +150,19 @@ def test_layers_are_those_that_the_tool_quantized(judged):
 
 @pytest.mark.slow
 def test_the_table_of_methods_has_tools_beside_packed_ones(judged):
-    lines = (judged[0] / "out" / "methods.md").read_text(encoding="utf-8").splitlines()
+    text = (judged[0] / "out" / "methods.md").read_text(encoding="utf-8")
+    lines = text.partition("## Table of methods")[2].splitlines()
     rows = {
-        cells[1].strip(): [cell.strip().replace("\\", "") for cell in cells]
+        cells[1].partition("]")[0].strip(" ["): [cell.strip().replace("\\", "") for cell in cells]
         for line in lines
         if line.startswith("|") and (cells := re.split(r"(?<!\\)\|", line))
     }
     assert rows["sdnq"][2].startswith("SDNQ uint4 32, SDNQ int8 0")
-    assert rows["sdnq"][-3] == "SDNQ"
+    assert rows["sdnq"][-2] == "SDNQ"
     assert rows["unet.gguf"][2] == "GGUF F32 125, F16 43, Q8_0 40"
-    assert rows["unet.gguf"][-3] == "GGUF"
+    assert rows["unet.gguf"][-2] == "GGUF"
     assert rows["fp8"][2] == "fp8"
-    assert rows["fp8"][-3] not in {"SDNQ", "GGUF", "torch"}
+    assert rows["fp8"][-2] not in {"SDNQ", "GGUF", "torch"}
 
 
 # What is missing or odd is said before the original runs
@@ -303,7 +304,7 @@ def test_another_pipeline_is_refused(forged, pipeline_dir, installed):
     (other / "model_index.json").write_text(json.dumps(index))
     refused(
         "report", pipeline_dir, other,
-        match="its unet is SD3Transformer2DModel, wanted UNet2DConditionModel as in",
+        match="its unet is SD3Transformer2DModel, expected UNet2DConditionModel as in",
     )  # fmt: skip
 
 
@@ -342,14 +343,18 @@ def test_a_component_alone_takes_the_place_of_its_class(forged, pipeline_dir, in
     file.write_text(file.read_text().replace("UNet2DConditionModel", "UNet2DModel"))
     refused(
         "report", pipeline_dir, other / "unet",
-        match=r"a component alone, UNet2DModel, wanted of a class that .* has once, found none",
+        match=r"a component alone, UNet2DModel, expected a class that .* has once, found none",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("unet.safetensors", b"", "a single file, wanted a directory or a .gguf file; 'quantkit i"),
+        (
+            "unet.safetensors",
+            b"",
+            "a single file, expected a directory or .gguf file; 'quantkit i",
+        ),
         ("unet.gguf", b"PK", "not a GGUF file"),
         ("unet.gguf", b"GGUF" + b"\xff" * 40, "GGUF"),
     ],
@@ -449,9 +454,9 @@ CONFIGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "config", "wanted"), CONFIGS)
-def test_settings_are_said_in_words(method, config, wanted):
-    assert dict(settings_of(QUANTIZERS[method], config)) == wanted
+@pytest.mark.parametrize(("method", "config", "expected"), CONFIGS)
+def test_settings_are_said_in_words(method, config, expected):
+    assert dict(settings_of(QUANTIZERS[method], config)) == expected
 
 
 def test_what_a_tool_raises_is_one_line_with_its_name(forged, pipeline_dir, installed):

@@ -323,7 +323,7 @@ def test_kernel_sentence_names_backends_and_the_worst_layer():
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "wanted"),
+    ("value", "unit", "expected"),
     [
         (None, "", "-"),
         (float("inf"), "dB", "infinite"),
@@ -331,8 +331,8 @@ def test_kernel_sentence_names_backends_and_the_worst_layer():
         (1.5, "%", "1.5 %"),
     ],
 )
-def test_numbers_are_shown_short(value, unit, wanted):
-    assert show(value, unit) == wanted
+def test_numbers_are_shown_short(value, unit, expected):
+    assert show(value, unit) == expected
 
 
 def test_terminal_shows_every_noise_floor(capsys, monkeypatch):

@@ -13,7 +13,7 @@ def digest(prompts):
 
 
 @pytest.mark.parametrize(
-    ("calibrated", "wanted"),
+    ("calibrated", "expected"),
     [
         (PROMPTS, PROMPTS),
         (PROMPTS[:3], PROMPTS[:3]),
@@ -24,9 +24,9 @@ def digest(prompts):
     ],
     ids=["all", "first", "last", "every second", "another", "more than there are"],
 )
-def test_a_run_of_prompts_is_found(calibrated, wanted):
+def test_a_run_of_prompts_is_found(calibrated, expected):
     found = find_calibrated(digest(calibrated), len(calibrated), [("a", "b"), PROMPTS])
-    assert found == wanted
+    assert found == expected
 
 
 def test_no_source_holds_anything():

@@ -51,13 +51,13 @@ def test_paired_difference_equals_scipy_on_pairs():
     rng = np.random.default_rng(4)
     before = rng.normal(0.9, 0.05, 24)
     after = before - rng.gamma(2, 0.01, 24)
-    wanted = stats.bootstrap(
+    expected = stats.bootstrap(
         (after, before), lambda a, b, axis: (a - b).mean(axis=axis), paired=True, method="BCa",
         n_resamples=9999, random_state=np.random.default_rng(20_240_501),
     ).confidence_interval  # fmt: skip
     found = summarize_difference(after.tolist(), before.tolist())
     assert found.mean == pytest.approx(after.mean() - before.mean())
-    assert (found.interval.low, found.interval.high) == pytest.approx(tuple(wanted), rel=1e-9)
+    assert (found.interval.low, found.interval.high) == pytest.approx(tuple(expected), rel=1e-9)
     # Twice as wide and more without the pairs: what they are for.
     apart = stats.bootstrap(
         (after, before), lambda a, b, axis: a.mean(axis=axis) - b.mean(axis=axis),
@@ -121,13 +121,13 @@ def test_the_interval_of_the_loss_is_scipys_of_pairs(lost):
     rng = np.random.default_rng(6)
     before = rng.normal(28.0, 2.0, 20)
     after = before - rng.gamma(2.0, lost, 20)
-    wanted = stats.bootstrap(
+    expected = stats.bootstrap(
         (before, after), lambda b, a, axis: 100.0 - 100.0 * a.mean(axis=axis) / b.mean(axis=axis),
         paired=True, method="BCa", n_resamples=9999,
         random_state=np.random.default_rng(20_240_501),
     ).confidence_interval  # fmt: skip
     found = bootstrap_loss(before, after)
-    assert (found.low, found.high) == pytest.approx(tuple(wanted), rel=1e-6)
+    assert (found.low, found.high) == pytest.approx(tuple(expected), rel=1e-6)
     assert found.low < relative_loss(before, after) < found.high
 
 

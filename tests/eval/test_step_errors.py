@@ -46,9 +46,9 @@ def loaded(path, dtype=None):
 
 def test_nmse_is_that_of_numpy_row_by_row():
     rng = np.random.default_rng(0)
-    wanted, answer = rng.normal(size=(2, 4, 3, 5, 5))
-    by_hand = [np.sum((a - w) ** 2) / np.sum(w**2) for a, w in zip(answer, wanted, strict=True)]
-    assert nmse(torch.tensor(answer), torch.tensor(wanted)) == pytest.approx(by_hand, rel=1e-12)
+    expected, answer = rng.normal(size=(2, 4, 3, 5, 5))
+    by_hand = [np.sum((a - w) ** 2) / np.sum(w**2) for a, w in zip(answer, expected, strict=True)]
+    assert nmse(torch.tensor(answer), torch.tensor(expected)) == pytest.approx(by_hand, rel=1e-12)
 
 
 def test_nmse_sees_scale_and_names_what_is_undefined():
@@ -81,8 +81,8 @@ def test_divergence_does_not_mind_another_batch_split():
     for first, value in ((0, [2.0]), (1, [2.0])):
         for index in range(2):
             alone.listen(latents(first, index, value))
-    wanted = StepErrors((900.0, 800.0), ((1.0, 0.0), (1.0, 0.0)))
-    assert together.errors() == alone.errors() == wanted
+    expected = StepErrors((900.0, 800.0), ((1.0, 0.0), (1.0, 0.0)))
+    assert together.errors() == alone.errors() == expected
 
 
 def test_trajectory_keeps_whole_batches_up_to_its_limit():
@@ -257,11 +257,11 @@ def test_one_prompt_has_no_other_batch(pipeline_dir):
 
 
 @pytest.mark.parametrize(
-    ("count", "batch", "wanted"),
+    ("count", "batch", "expected"),
     [(1, 4, None), (2, 1, 2), (2, 2, 1), (3, 8, 1), (12, 12, 6), (64, 4, 2), (5, 5, 2)],
 )
-def test_other_batch_differs_and_fits(count, batch, wanted):
-    assert other_batch(count, batch) == wanted
+def test_other_batch_differs_and_fits(count, batch, expected):
+    assert other_batch(count, batch) == expected
 
 
 def test_every_dtype_has_another_of_16_bit():
@@ -306,5 +306,5 @@ def test_a_gpu_takes_64_prompts_of_the_bundled_set_and_a_cpu_16(tmp_path):
     file.write_text("a\nb\nc\n")
     assert choose_prompts(file, None, device=cuda, last=True) == ("a", "b", "c")
     assert choose_prompts(file, 2, device=CPU, last=False) == ("a", "b")
-    with pytest.raises(PromptError, match="3 prompts, wanted 4; lower the count"):
+    with pytest.raises(PromptError, match="3 prompts, expected 4; lower the count"):
         choose_prompts(file, 4, device=CPU, last=True)

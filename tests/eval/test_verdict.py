@@ -44,7 +44,7 @@ SOFT = [0.010 + n for n in NOISE]
 
 
 @pytest.mark.parametrize(
-    ("metric", "shift", "wanted"),
+    ("metric", "shift", "expected"),
     [
         ("ssim", -0.1, Standing.WORSE),
         ("ssim", +0.1, Standing.BETTER),
@@ -54,8 +54,8 @@ SOFT = [0.010 + n for n in NOISE]
         ("clip", -0.1, Standing.WORSE),
     ],
 )
-def test_standing_follows_the_metric_and_the_interval(metric, shift, wanted):
-    assert standing(metric, summarize([n + shift for n in NOISE])) is wanted
+def test_standing_follows_the_metric_and_the_interval(metric, shift, expected):
+    assert standing(metric, summarize([n + shift for n in NOISE])) is expected
 
 
 def test_one_pair_has_no_standing():
@@ -63,7 +63,7 @@ def test_one_pair_has_no_standing():
 
 
 @pytest.mark.parametrize(
-    ("shift", "p", "equal", "count", "wanted"),
+    ("shift", "p", "equal", "count", "expected"),
     [
         (-0.1, 2.0 * ALPHA, True, 8, Standing.WORSE),
         (-0.1, 0.051, True, 8, Standing.EQUIVALENT),
@@ -77,11 +77,11 @@ def test_one_pair_has_no_standing():
         (-0.1, None, None, 8, Standing.WORSE),
     ],
 )
-def test_interval_and_tests_must_agree_on_the_standing(shift, p, equal, count, wanted):
+def test_interval_and_tests_must_agree_on_the_standing(shift, p, equal, count, expected):
     equivalence = None if equal is None else Equivalence(0.05, 0.02 if equal else 0.03)
     tests = {} if p is None else {"ssim": GapTest(p, equivalence)}
     differences = {"ssim": summarize([n + shift for n in NOISE[:count]])}
-    assert standing_to(FloorGap(NO_FLOOR, differences, tests), "ssim") is wanted
+    assert standing_to(FloorGap(NO_FLOOR, differences, tests), "ssim") is expected
 
 
 def test_a_packed_pipeline_worse_than_the_floor_is_told_apart():
@@ -155,7 +155,7 @@ WORSE_WITHIN = (
 
 
 @pytest.mark.parametrize(
-    ("shift", "noise", "limit", "wanted"),
+    ("shift", "noise", "limit", "expected"),
     [
         (0.0, 500, 1.0, "; 8 prompts show neither a change nor that there is none."),
         (0.0, 100, 3.0, ": equivalent within 3 % (two one-sided tests, p = 3.7e-06)."),
@@ -164,13 +164,13 @@ WORSE_WITHIN = (
         (+2.0, 100, 1.0, "; the pictures match their prompts better."),
     ],
 )  # fmt: skip
-def test_clip_sentence_says_what_is_shown(shift, noise, limit, wanted):
+def test_clip_sentence_says_what_is_shown(shift, noise, limit, expected):
     after = [v + shift + noise * n for v, n in zip(SCORES, NOISE, strict=True)]
     scores = clip_scores(SCORES, after)
     gate = Gate("clip_loss", "CLIP score loss", Better.LOWER, limit, "%", None)
     found = describe_clip(scores, gate)
     assert found.startswith("CLIP score [tiny CLIP] goes from 28.44 to ")
-    assert re.sub("p = [^)]*", "p", found).endswith(re.sub("p = [^)]*", "p", wanted))
+    assert re.sub("p = [^)]*", "p", found).endswith(re.sub("p = [^)]*", "p", expected))
 
 
 @pytest.mark.parametrize("count", [4, 7, 8, 16])
@@ -285,13 +285,13 @@ def test_gates_say_by_how_much_they_fail_and_which_could_turn():
 
 
 @pytest.mark.parametrize(
-    ("ssim", "lpips", "wanted"),
+    ("ssim", "lpips", "expected"),
     [(0.9, 0.05, (False, True)), (0.99, 0.2, (True, False)), (0.95, 0.1, (None, None))],
 )
-def test_gates_hold_on_the_better_side_of_their_limits_alone(ssim, lpips, wanted):
+def test_gates_hold_on_the_better_side_of_their_limits_alone(ssim, lpips, expected):
     limits = Limits(ssim=0.95, lpips=0.1, clip=None)
     gates = judge(comparison([ssim] * 8, lpips=[lpips] * 8), limits, Compression.QUANTIZED)
-    assert tuple(gate.passed for gate in gates) == wanted
+    assert tuple(gate.passed for gate in gates) == expected
 
 
 def test_the_paragraph_takes_the_percentage_of_the_clip_gate():
@@ -334,13 +334,13 @@ def test_the_paragraph_has_gates_floor_clip_and_worst_in_this_order():
 
 
 @pytest.mark.parametrize(
-    ("ssim", "limits", "wanted"),
+    ("ssim", "limits", "expected"),
     [
         (BASE, Limits(0.95, None, None), "PASS: SSIM 0.98 (expected > 0.95)"),
         (BASE, Limits(0.99, None, None), "FAIL: SSIM 0.98 (expected > 0.99)"),
         (BASE, Limits(None, 0.1, None), "NOT JUDGED: no gate was measured"),
     ],
 )
-def test_headline_is_one_line(ssim, limits, wanted):
+def test_headline_is_one_line(ssim, limits, expected):
     found = headline(judge(comparison(ssim), limits, Compression.QUANTIZED))
-    assert re.sub(r"0\.98\d*", "0.98", found) == wanted
+    assert re.sub(r"0\.98\d*", "0.98", found) == expected

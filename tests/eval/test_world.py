@@ -408,12 +408,12 @@ def options(tmp_path: Path, **changes: Any) -> train_common.Options:
 
 def test_training_leaves_the_average_of_a_model_that_learned():
     torch.manual_seed(0)
-    model, wanted = nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(requires_grad=False)
+    model, expected = nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(requires_grad=False)
     generator = seeded()
 
     def draw_loss() -> torch.Tensor:
         x = torch.randn(64, 4, generator=generator)
-        return (model(x) - wanted(x)).square().mean()
+        return (model(x) - expected(x)).square().mean()
 
     before = draw_loss().item()
     plan = train_common.TrainingPlan(steps=300, batch=64, rate=0.05, warm_up=10, average=0.9)

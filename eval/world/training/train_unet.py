@@ -73,8 +73,8 @@ def train_unet(options: Options) -> dict[str, Any]:
         noisy = (signal * latents + disturbance * noise).contiguous(
             memory_format=torch.channels_last
         )
-        wanted = signal * noise - disturbance * latents
-        return functional.mse_loss(run(noisy, steps, states.detach()).sample.float(), wanted)
+        expected = signal * noise - disturbance * latents
+        return functional.mse_loss(run(noisy, steps, states.detach()).sample.float(), expected)
 
     train("unet", model, draw_loss, plan, device)
     save_pipeline(options, model)

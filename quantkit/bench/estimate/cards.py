@@ -248,12 +248,12 @@ def find_card(text: str) -> Card:
     Raises:
         InputError: there is none.
     """
-    wanted = text.strip().casefold()
+    expected = text.strip().casefold()
     for card in CARDS.values():
-        if wanted in {card.name.casefold(), card.device}:
+        if expected in {card.name.casefold(), card.device}:
             return card
     devices = dict.fromkeys(card.device for card in CARDS.values())
     raise InputError(
-        f"card {text!r:.80}: unknown, wanted {', '.join(devices)}, or one of {', '.join(CARDS)}",
+        f"card {text!r:.80}: unknown, expected {', '.join(devices)}, or one of {', '.join(CARDS)}",
         fields=("estimate",),
     )

@@ -119,7 +119,7 @@ def find_shapes(text: str) -> tuple[AnyShape, ...]:
     path = Path(text)
     if path.suffix not in {".json", ".csv"}:
         raise ArtefactError(
-            f"shapes {text!r}: unknown, wanted all, {', '.join(SHAPES)}, or a .json or .csv file"
+            f"shapes {text!r}: unknown, expected all, {', '.join(SHAPES)}, or a .json or .csv file"
         )
     return _read(path)
 
@@ -145,7 +145,9 @@ def _read(path: Path) -> tuple[AnyShape, ...]:
     except (ValueError, csv.Error) as error:
         raise ArtefactError(f"{path}: not a table of shapes ({short(error)})") from error
     if not isinstance(rows, list) or not rows:
-        raise ArtefactError(f'{path}: no shapes, wanted as [[8192, 640, 640]] or a CSV of "m,n,k"')
+        raise ArtefactError(
+            f'{path}: no shapes, expected as [[8192, 640, 640]] or a CSV of "m,n,k"'
+        )
     return tuple(_shape(path, index, row) for index, row in enumerate(rows, 1))
 
 
@@ -167,11 +169,11 @@ def _shape(path: Path, index: int, row: Any) -> AnyShape:
         sizes = [int(str(cell)) for cell in row]
         kind = _KINDS[len(sizes)]
     except (TypeError, ValueError, KeyError) as error:
-        wanted = " or ".join(", ".join(axes) for axes in _AXES)
+        expected = " or ".join(", ".join(axes) for axes in _AXES)
         raise ArtefactError(
-            f"{path}: shape {index}: found {reprlib.repr(row)}, wanted whole numbers {wanted}"
+            f"{path}: shape {index}: found {reprlib.repr(row)}, expected whole numbers {expected}"
         ) from error
     if not all(1 <= size <= _MAX_SIZE for size in sizes):
         found = "x".join(f"{size!s:.20}" for size in sizes)
-        raise ArtefactError(f"{path}: shape {index}: {found}, wanted each to be 1 to {_MAX_SIZE}")
+        raise ArtefactError(f"{path}: shape {index}: {found}, expected each to be 1 to {_MAX_SIZE}")
     return kind(*sizes)

@@ -55,8 +55,8 @@ def _rotary(call: Call, tokens: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _resolution(call: Call) -> dict[str, Tensor] | None:
-    wanted = call.config.use_additional_conditions
-    if wanted is False or (wanted is None and call.config.sample_size != 128):
+    expected = call.config.use_additional_conditions
+    if expected is False or (expected is None and call.config.sample_size != 128):
         return None
     side = 8.0 * call.size
     return {"resolution": call.rows(side, side), "aspect_ratio": call.rows(1)}

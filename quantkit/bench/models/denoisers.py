@@ -161,7 +161,7 @@ def find_denoiser(text: str) -> Denoiser:
     if _is_class(text):
         return Denoiser(text, text, {}, f"{text}, diffusers' defaults")
     raise ModelError(
-        f"{text:.200}: unknown, wanted {', '.join(DENOISERS)}, a directory, a hub id that is in "
+        f"{text:.200}: unknown, expected {', '.join(DENOISERS)}, a directory, a hub id that is in "
         "the cache, or a denoiser class of diffusers"
     )
 
@@ -176,7 +176,7 @@ def _described(text: str, folder: Path) -> Denoiser:
     class_name = config.get("_class_name")
     if not isinstance(class_name, str) or not _is_class(class_name):
         raise ModelError(
-            f"{path}: class {class_name!s:.80}, wanted a denoiser class of the installed diffusers"
+            f"{path}: class {class_name!s:.80}, expected a denoiser of the installed diffusers"
         )
     # What a packed or published config says beside the architecture.
     own = {k: v for k, v in config.items() if not k.startswith("_") and k != "quantization_config"}

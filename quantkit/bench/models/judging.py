@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quantkit.bench.kernels.contender import Judgement
 from quantkit.inference.layers.deviation import watch
 
 #: Largest error of a packed layer over the rms of what ``reference`` gives. float16 rounds by 5e-4
@@ -20,19 +21,6 @@ _LAYER = 0.05
 _ROUNDED = 0.05
 #: Two results that FP8 noise has taken apart: sqrt(2) times as far as each is from float16.
 _APART = 1.5
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """An error, and how large it may be."""
-
-    error: float
-    limit: float
-
-    @property
-    def right(self) -> bool:
-        """Not the other way round: NaN is wrong."""
-        return self.error <= self.limit
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from quantkit.bench.kernels.compiled_blocks import (
     outside_blocks,
     with_shared_weights,
 )
+from quantkit.bench.kernels.contender import Judgement
 from quantkit.bench.kernels.figures import Verdict
 from quantkit.bench.kernels.kernel_benchmark import REFUSALS, one_line
 from quantkit.bench.kernels.machine import describe_machine, read_clocks
@@ -26,7 +27,6 @@ from quantkit.bench.models.denoiser_inputs import first_tensor, make_inputs
 from quantkit.bench.models.denoisers import Denoiser, build_denoiser
 from quantkit.bench.models.judging import (
     Eager,
-    Judgement,
     judge_attention,
     judge_dense,
     judge_packed,

@@ -66,7 +66,7 @@ def profile_step(step: Callable[[], object], device: torch.device) -> Profile:
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device.type == "cuda"
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    expected = DeviceType.CUDA if on_gpu else DeviceType.CPU
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         step()
@@ -76,7 +76,7 @@ def profile_step(step: Callable[[], object], device: torch.device) -> Profile:
     events = [
         event
         for event in profiler.events()
-        if event.device_type == wanted and not getattr(event, "is_user_annotation", False)
+        if event.device_type == expected and not getattr(event, "is_user_annotation", False)
     ]
     spans = [(e.time_range.start, e.time_range.end) for e in events]
     shares = own_shares(spans) if on_gpu else [e.self_cpu_time_total for e in events]
