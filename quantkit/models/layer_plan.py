@@ -96,7 +96,7 @@ def kept_reason(
     judged = calibrated and settings.activation.mode != "none" and _is_doubtful(layer, family)
     if reason is not None and not judged:
         return reason
-    return (_block_reason(layer, block) if block else "") or _length_reason(layer) or None
+    return (_block_reason(layer, block) if block else "") or length_reason(layer) or None
 
 
 def is_packed_alone(layer: Layer, family: Family, recipe: Recipe) -> bool:
@@ -127,7 +127,7 @@ def _is_doubtful(layer: Layer, family: Family) -> bool:
     return family.is_doubtful(layer.name, layer.shape)
 
 
-def _length_reason(layer: Layer) -> str:
+def length_reason(layer: Layer) -> str:
     """Return why the kernels cannot read rows of the layer's length, if they cannot."""
     if layer.k % DENSE_K == 0:
         return ""
@@ -186,7 +186,8 @@ def choose_edges(activation: ActivationRecipe, edges: tuple[float, ...]) -> tupl
     if stored % wanted:
         raise RecipeError(
             f"activation.buckets {wanted}: the calibration has {stored} buckets, which cannot be "
-            f"merged into {wanted}; calibrate with calibration.buckets {wanted}"
+            f"merged into {wanted}; set it to auto or to a divisor of {stored}, or set "
+            f"calibration.buckets to {wanted} and run 'quantkit calibrate model' again"
         )
     step = stored // wanted
     return edges[step - 1 :: step]

@@ -7,6 +7,7 @@ from typing import Any
 from quantkit.models.families import find_family
 from quantkit.models.family import Family
 from quantkit.models.source import Model
+from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import Recipe
 
@@ -28,26 +29,31 @@ class Choice:
 
 
 def tuned(recipe: Recipe, family: Family) -> Recipe:
-    """Return a recipe with the keys that it leaves to the family of a model; others as they are.
+    """Return a recipe with the keys that it leaves to the family of a model.
 
     A key that both set is the recipe's. Of sections that both set the keys are joined, and of
-    overrides the recipe's come last, so that they win.
+    overrides the recipe's come last, so that they win. Timestep buckets of a calibration are left
+    to the family by all recipes that set none, so that one calibration serves them all.
     """
+    calibration = _calibration(recipe, family)
     if recipe.tuned is None:
-        return recipe
+        section = CalibrationRecipe.model_validate(calibration)
+        return recipe.model_copy(update={"calibration": section})
     own = recipe.model_dump(exclude_unset=True, exclude={"tuned"})
-    given = {"calibration": family.calibration, **family.recipes.get(recipe.tuned, {})}
+    own["calibration"] = calibration
+    given = family.recipes.get(recipe.tuned, {})
     joined = {key: _joined(given[key], own[key]) for key in given.keys() & own.keys()}
-    return Recipe.model_validate({**given, **own, **joined, "calibration": _run(given, own)})
+    return Recipe.model_validate({**given, **own, **joined})
 
 
-def _run(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the calibration section; a family's buckets are at most the recipe's steps."""
-    mine: Mapping[str, Any] = own.get("calibration", {})
-    section = {**given["calibration"], **mine}
-    if "steps" in mine and "buckets" in section and "buckets" not in mine:
-        section["buckets"] = min(section["buckets"], mine["steps"])
-    return section
+def _calibration(recipe: Recipe, family: Family) -> dict[str, Any]:
+    """Return the keys of the calibration section; no more buckets than steps, but by its own."""
+    own = recipe.calibration.model_dump(exclude_unset=True)
+    finest = {"buckets": family.calibration.get("buckets", recipe.calibration.buckets)}
+    keys = {**finest, **(family.calibration if recipe.tuned else {}), **own}
+    if "buckets" not in own:
+        keys["buckets"] = min(keys["buckets"], keys.get("steps", recipe.calibration.steps))
+    return keys
 
 
 def _joined(given: Any, own: Any) -> Any:

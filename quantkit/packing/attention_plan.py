@@ -113,8 +113,8 @@ def _refuse_none(
     else:
         asked, cure = "qk or pv auto", "give formats"
     raise RecipeError(
-        f"attention.{asked}: the calibration has no attention; calibrate again with this "
-        f"quantkit, or {cure}",
+        f"attention.{asked}: the calibration has no attention; run 'quantkit calibrate "
+        f"model' again, or {cure}",
         fields=("attention", "calibration"),
     )
 

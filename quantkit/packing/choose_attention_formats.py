@@ -103,7 +103,7 @@ def _decide(
     if errors is None:
         raise RecipeError(
             f"attention.qk or pv auto: the calibration has no errors of formats for {name:.80}; "
-            "calibrate again with this recipe, or give formats",
+            "run 'quantkit calibrate model' with this recipe, or give formats",
             fields=("attention", "calibration"),
         )
     told = {row: round(error, _DIGITS) for row, error in errors.items()}

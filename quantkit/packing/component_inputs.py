@@ -108,25 +108,9 @@ class Inputs:
                 yield "hessians", digests[layer.name]
 
     def statistics(self, layer: Layer) -> LayerStatistics:
-        """Return the statistics of a layer's input.
-
-        Raises:
-            ArtefactError: there are none, or they are of another layer.
-        """
+        """Return the statistics of a layer's input, which ``refuse_unfit`` has checked."""
         assert self.table is not None, "plan_layers refuses what needs a calibration"
-        statistics = self.table.get(layer.name)
-        if statistics is None:
-            raise ArtefactError(
-                f"calibration: no statistics of layer {layer.name}; calibrate this model with the "
-                "same recipe"
-            )
-        channels = statistics.channel_amax.shape[-1]
-        if channels != layer.channels:
-            raise ArtefactError(
-                f"calibration: layer {layer.name}: {channels} input channels, expected "
-                f"{layer.channels}; calibrate this model"
-            )
-        return statistics
+        return self.table[layer.name]
 
     def activation(self, layer: Layer, scheme: Scheme) -> ActivationRecipe:
         """Return how the layer's input is quantized, its buckets those of the scheme.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.reader import open_packed
 from quantkit.models.treated import encoders_of
+from quantkit.packing.calibration_fit import refuse_unfit
 from quantkit.packing.config_files import write_config, write_index
 from quantkit.packing.final_checks import (
     checked_for_loading,
@@ -73,6 +74,12 @@ def plan_pack(
     """
     recipe.refuse_budget()
     own_moments = moments_for(model.components, hessians, needed=recipe.denoisers_need_hessians)
+    encoders = encoders_of(model, recipe)
+    for component in model.components:
+        refuse_unfit(component, recipe, calibration=calibration, masks=masks, hessians=own_moments)
+    for encoder, own in encoders:
+        moments = moments_for((encoder,), hessians, needed=own.needs_hessians)
+        refuse_unfit(encoder, own, calibration=None, masks=None, hessians=moments)
     if masks is None:
         masks = masks_beforehand(model, recipe, calibration, own_moments, progress=progress)
     components = tuple(
@@ -86,7 +93,7 @@ def plan_pack(
         )
         for component in model.components
     )
-    encoders = tuple(
+    packed_encoders = tuple(
         plan_component(
             encoder,
             own,
@@ -95,9 +102,9 @@ def plan_pack(
             hessians=moments_for((encoder,), hessians, needed=own.needs_hessians),
             progress=progress,
         )
-        for encoder, own in encoders_of(model, recipe)
+        for encoder, own in encoders
     )
-    return complete_plan(model, components + encoders)
+    return complete_plan(model, components + packed_encoders)
 
 
 def moments_for(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.format_decisions import KEY as FORMATS
 from quantkit.checkpoint.spec import PackedConfig, make_config
-from quantkit.errors import ArtefactError, RecipeError
+from quantkit.errors import RecipeError
 from quantkit.models.component_layers import Layer, list_layers
 from quantkit.models.layer_plan import LayerPlan, plan_layers
 from quantkit.numerics.scheme import Activation, Scheme
@@ -78,8 +78,7 @@ def plan_component(
         progress: told of layers whose smoothing is chosen.
 
     Raises:
-        RecipeError: the recipe packs nothing, or needs statistics that are not there.
-        ArtefactError: masks or statistics that do not fit the component.
+        RecipeError: the recipe packs nothing.
     """
     refuse_bare_masks(masks, recipe)
     layers = list_layers(component)
@@ -275,16 +274,7 @@ def _plan_layer(
 def _rounder(layer: Layer, inputs: Inputs, *, centred: bool) -> Rounder:
     from quantkit.packing.gptq import Rounder
 
-    if inputs.hessians is None:
-        raise RecipeError(
-            f"{layer.name}: weight.rounding gptq needs second moments; give those of "
-            "'quantkit calibrate hessian', or set weight.rounding: nearest",
-            fields=("hessians",),
-        )
-    if layer.name not in inputs.hessians.digests_of(inputs.component):
-        raise ArtefactError(
-            f"hessians: no layer {layer.name}; take them of this model with the same recipe"
-        )
+    assert inputs.hessians is not None, "refuse_unfit refuses recipes without their moments"
     return Rounder(inputs.hessians, inputs.component, layer, centred=centred)
 
 
@@ -292,11 +282,6 @@ def _mean(layer: Layer, inputs: Inputs) -> Tensor:
     """Return E[x] of each column over all timesteps, (K,)."""
     from quantkit.calibration.statistics.layer_statistics import per_column
 
-    if inputs.table is None:
-        raise RecipeError(
-            f"{layer.name}: bias_correction needs statistics; give a calibration, or drop it",
-            fields=("calibration",),
-        )
     return per_column(inputs.statistics(layer).pooled().mean[0], layer.area)
 
 

@@ -40,13 +40,14 @@ def _lacks_inputs(treatment: LayerPlan, inputs: Inputs) -> bool:
     if treatment.scheme is None:
         return False
     layer, moments = treatment.layer, inputs.hessians
-    if layer.name in inputs.unseen and _reads_statistics(treatment, inputs):
+    if layer.name in inputs.unseen and reads_statistics(treatment, inputs):
         return True
     rounds = treatment.weight.rounding == "gptq" and moments is not None
     return rounds and _has_no_rows(layer, inputs)
 
 
-def _reads_statistics(treatment: LayerPlan, inputs: Inputs) -> bool:
+def reads_statistics(treatment: LayerPlan, inputs: Inputs) -> bool:
+    """Return whether a layer that is packed needs statistics of its input."""
     scheme, recipe = treatment.scheme, inputs.recipe
     assert scheme is not None
     chooses_mask = scheme.sparsity is not None and inputs.masks is None

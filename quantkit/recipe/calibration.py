@@ -29,7 +29,7 @@ class CalibrationRecipe(Strict):
 
     @model_validator(mode="after")
     def _a_step_in_every_bucket(self) -> "CalibrationRecipe":
-        if self.buckets > self.steps:
+        if "buckets" in self.model_fields_set and self.buckets > self.steps:
             raise RecipeError(
                 f"buckets {self.buckets}: more than the {self.steps} steps; take fewer buckets"
             )

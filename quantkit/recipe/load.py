@@ -86,16 +86,11 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
 def change_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """Return a recipe with values set by their dotted keys, as ``calibration.steps``.
 
-    Fewer calibration steps than timestep buckets leave a bucket for each step.
-
     Raises:
         RecipeError: an unknown key, a value out of range, a key inside of what is no table.
     """
     where = f"recipe {recipe.name} with {', '.join(changes)}"
     values = recipe.model_dump(exclude_unset=True)
-    buckets, steps = recipe.calibration.buckets, changes.get("calibration.steps")
-    if isinstance(steps, int) and 1 <= steps < buckets:
-        changes = {"calibration.buckets": steps, **changes}
     for key, value in changes.items():
         _set(values, key, value, where)
     return _validated(values, where)

@@ -289,7 +289,7 @@ class Recipe(Strict):
             if inputs.mode == "static" and isinstance(count, int) and stored % count:
                 raise RecipeError(
                     f"recipe {self.name}: its activation.buckets {count} do not divide the "
-                    f"{stored} timestep buckets of calibration; take more steps, or one bucket",
+                    f"{stored} timestep buckets of calibration; take more steps, or buckets: auto",
                     fields=("calibration.steps", "activation.buckets"),
                 )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from quantkit.calibration.observing.collect import observed_layers
+from quantkit.calibration.observing.collect import layers_to_pack
 from quantkit.calibration.statistics.attention_statistics import AttentionStatistics
 from quantkit.calibration.statistics.layer_statistics import Calibration
 from quantkit.errors import ArtefactError, ModelError, RecipeError
@@ -75,7 +75,7 @@ class MeasuredModel:
         unseen = calibration.unseen_of(component)
         layers = {
             layer.name: layer
-            for layer in observed_layers(component, compared)
+            for layer in layers_to_pack(component, compared)
             if layer.name not in unseen
             and (surgeon is None or not surgeon.hessians.is_unseen(component, layer))
         }
@@ -83,7 +83,7 @@ class MeasuredModel:
         for name in layers:
             if name not in stored:
                 raise ArtefactError(
-                    f"calibration: no statistics of {name}; calibrate with the same recipe"
+                    f"calibration: no statistics of {name}; run 'quantkit calibrate model' again"
                 )
         return cls(model, component, recipe, calibration, layers, surgeon)
 

@@ -136,7 +136,7 @@ class LayerInputs:
             return None
         if layer.name not in self.statistics:
             raise ArtefactError(
-                f"calibration: no statistics of {layer.name}; calibrate with the same recipe"
+                f"calibration: no statistics of {layer.name}; run 'quantkit calibrate model' again"
             )
         if self.digests.get(layer.name) != digest:
             raise ArtefactError(

@@ -147,7 +147,7 @@ def calibrate(
 
     Args:
         model: a pipeline: its directory, a hub id, or opened.
-        recipe: whose calibration section says how to run; what it keeps in 16 bit is not observed.
+        recipe: whose calibration section says how to run; all layers are observed.
         output: the file to write; None: nothing is written, and one process does it all.
         prompts: texts, or a file with one a line; None: the bundled set.
         count: use the first so many prompts; None: all of those given, or the recipe's number.

@@ -10,7 +10,7 @@ from torch import nn
 from quantkit.calibration.moments.collect_hessians import collect_hessians, moment_layers
 from quantkit.calibration.moments.moment_files import load_hessians
 from quantkit.calibration.moments.token_rows import token_rows
-from quantkit.calibration.observing.collect import observed_layers
+from quantkit.calibration.observing.collect import layers_to_pack
 from quantkit.calibration.observing.layer_modules import find_modules
 from quantkit.cli.hessian_command import hessian as command
 from quantkit.errors import ArtefactError, RecipeError
@@ -80,7 +80,7 @@ def test_stored_moments_are_those_of_the_rows_that_the_pipeline_has_encoded(mode
     found, _ = taken
     pipe = load_pipeline(model, torch.device("cpu"))
     for encoder, own in encoders_of(model, recipe_with()):
-        layers = observed_layers(encoder, own)
+        layers = layers_to_pack(encoder, own)
         seen = raw_inputs(pipe, encoder.name, layers)
         for layer in layers:
             x = torch.cat(seen[layer.name])
@@ -235,7 +235,7 @@ def test_layers_are_found_under_the_names_of_transformers(class_name, tmp_path):
     make_encoder(class_name).half().save_pretrained(tmp_path)
     component = open_model(tmp_path).components[0]
     loaded = encoder_class(class_name).from_pretrained(tmp_path)
-    layers = observed_layers(component, recipe_with("int4").for_encoder(""))
+    layers = layers_to_pack(component, recipe_with("int4").for_encoder(""))
     found = find_modules(loaded, layers, "text_encoder")
     assert len(found) == len(set(map(id, found.values()))) == len(layers) > 0
     weights = {name: tuple(module.get_parameter("weight").shape) for name, module in found.items()}

@@ -20,7 +20,7 @@ from quantkit.calibration.moments.moment_collector import MomentCollector
 from quantkit.calibration.moments.moment_files import INDEX, KIND, Hessians, load_hessians
 from quantkit.calibration.moments.moment_sums import MomentSum
 from quantkit.calibration.moments.moments import group_layers, moment_bytes
-from quantkit.calibration.observing.collect import observed_layers
+from quantkit.calibration.observing.collect import layers_to_pack
 from quantkit.cli.hessian_command import hessian as command
 from quantkit.errors import (
     ArtefactError,
@@ -208,9 +208,7 @@ def taken(model, tmp_path_factory):
 
 def two_groups(model):
     """Return the memory that cuts the layers into two groups."""
-    return 0.6 * sum(
-        map(moment_bytes, observed_layers(model.components[0], recipe_with(buckets=1)))
-    )
+    return 0.6 * sum(map(moment_bytes, layers_to_pack(model.components[0], recipe_with(buckets=1))))
 
 
 def raw_inputs(model, names, settings):
@@ -226,7 +224,7 @@ def raw_inputs(model, names, settings):
 
 def test_stored_moments_are_those_of_the_raw_inputs(model, taken):
     component = model.components[0]
-    layers = {layer.name: layer for layer in observed_layers(component, recipe_with(buckets=1))}
+    layers = {layer.name: layer for layer in layers_to_pack(component, recipe_with(buckets=1))}
     linear = "mid_block.attentions.0.transformer_blocks.0.ff.net.2"
     conv = "down_blocks.0.resnets.0.conv1"
     seen = raw_inputs(model, (linear, conv), recipe_with(buckets=1).calibration)
@@ -256,7 +254,7 @@ def test_rows_of_the_last_prompts_are_stored_and_not_summed(model, taken, tmp_pa
     later = settings.calibration.model_copy(update={"seed": settings.calibration.seed + 3})
     run_prompts(pipe, more[3:], later)
     read = torch.cat([x.reshape(-1, x.shape[-1]) for x in seen]).bfloat16()
-    for layer in observed_layers(component, settings):
+    for layer in layers_to_pack(component, settings):
         alone, both = taken.read(component, layer), found.read(component, layer)
         assert alone.held is None
         torch.testing.assert_close(both.second, alone.second, rtol=1e-5, atol=1e-6)
@@ -277,7 +275,7 @@ def test_batches_at_once_give_the_same_moments(model, taken, tmp_path, monkeypat
     # Of three steps each: two prompts at once, and one.
     assert [now[1:] for now in told] == [(calls, 9) for calls in (2, 4, 6, 7, 8, 9)]
     component = model.components[0]
-    for layer in observed_layers(component, settings):
+    for layer in layers_to_pack(component, settings):
         alone, both = taken.read(component, layer), found.read(component, layer)
         assert both.rows == alone.rows
         torch.testing.assert_close(both.second, alone.second, rtol=1e-4, atol=1e-5)
@@ -285,7 +283,7 @@ def test_batches_at_once_give_the_same_moments(model, taken, tmp_path, monkeypat
 
 
 def test_every_layer_that_is_packed_has_a_file(model, taken):
-    wanted = {layer.name for layer in observed_layers(model.components[0], recipe_with(buckets=1))}
+    wanted = {layer.name for layer in layers_to_pack(model.components[0], recipe_with(buckets=1))}
     assert set(taken.digests_of(model.components[0])) == wanted
     assert load_hessians(taken.path).missing == ()
     index = json.loads((taken.path / INDEX).read_text())
@@ -299,7 +297,7 @@ def test_groups_and_batches_change_nothing_but_rounding(model, taken, tmp_path, 
     )
     parts = take(model, tmp_path / "parts", memory=two_groups(model))
     assert len(runs) == 2
-    for layer in observed_layers(model.components[0], recipe_with(buckets=1)):
+    for layer in layers_to_pack(model.components[0], recipe_with(buckets=1)):
         a, b = (h.read(model.components[0], layer) for h in (taken, parts))
         torch.testing.assert_close(a.second, b.second, rtol=1e-5, atol=1e-6)
 
@@ -324,7 +322,7 @@ def test_a_killed_run_goes_on(model, taken, tmp_path, monkeypatch):
     monkeypatch.undo()
     finished = take(model, output)
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in done.items())
-    layer = observed_layers(model.components[0], recipe_with(buckets=1))[-1]
+    layer = layers_to_pack(model.components[0], recipe_with(buckets=1))[-1]
     a, b = (h.read(model.components[0], layer) for h in (taken, finished))
     torch.testing.assert_close(a.second, b.second, rtol=1e-5, atol=1e-6)
 
@@ -336,7 +334,7 @@ def test_a_finished_run_does_not_run_again(model, taken, monkeypatch):
 
 def test_schedule_weighting_changes_the_moments(model, taken, tmp_path):
     scheduled = take(model, tmp_path / "s", recipe_with(buckets=1, weighting="schedule"))
-    layer = observed_layers(model.components[0], recipe_with(buckets=1))[0]
+    layer = layers_to_pack(model.components[0], recipe_with(buckets=1))[0]
     a, b = (h.read(model.components[0], layer) for h in (taken, scheduled))
     assert a.rows == b.rows
     assert not torch.allclose(a.second, b.second, rtol=1e-3)
@@ -365,7 +363,7 @@ def test_a_directory_of_something_else_is_refused(model, tmp_path):
 
 
 def test_a_layer_that_does_not_fit_is_named(model, tmp_path):
-    layers = observed_layers(model.components[0], recipe_with(buckets=1))
+    layers = layers_to_pack(model.components[0], recipe_with(buckets=1))
     with pytest.raises(RecipeError, match=r"K \d+: its second moment takes .* give more memory"):
         take(model, tmp_path / "h", memory=1000)
     assert not (tmp_path / "h").exists()
@@ -376,17 +374,17 @@ def test_a_layer_that_does_not_fit_is_named(model, tmp_path):
 
 def test_moments_of_another_model_or_layer_are_refused(model, taken, tmp_path):
     component = model.components[0]
-    layer = observed_layers(component, recipe_with(buckets=1))[0]
+    layer = layers_to_pack(component, recipe_with(buckets=1))[0]
     with pytest.raises(ArtefactError, match="had other weights"):
         taken.read(component, layer, "0" * 64)
     other = open_model(str(tiny_transformer(tmp_path / "pixart"))).components[0]
     with pytest.raises(ArtefactError, match="no layer"):
-        taken.read(other, observed_layers(other, recipe_with(buckets=1))[0])
+        taken.read(other, layers_to_pack(other, recipe_with(buckets=1))[0])
 
 
 def test_a_damaged_file_is_refused(model, taken, tmp_path):
     component = model.components[0]
-    layer = observed_layers(component, recipe_with(buckets=1))[0]
+    layer = layers_to_pack(component, recipe_with(buckets=1))[0]
     copy = load_hessians(taken.path)
     file = copy.file_of(component.name, layer.name)
     whole = file.read_bytes()
@@ -433,8 +431,7 @@ def test_the_command_says_what_it_would_do_and_does_it(model, tmp_path):
     assert done == planned | {"written": str(output), "unseen": {}}
     entry = done["components"]["unet"]
     assert entry["bytes"] == sum(
-        moment_bytes(layer)
-        for layer in observed_layers(model.components[0], recipe_with(buckets=1))
+        moment_bytes(layer) for layer in layers_to_pack(model.components[0], recipe_with(buckets=1))
     )
     again = CliRunner().invoke(command, [*base, "--force"], catch_exceptions=False)
     assert again.exit_code == 0

@@ -122,7 +122,7 @@ OTHERS = {
     ),
     "missing layer": (
         lambda p: with_layers(p, set(p.layers["unet"]) - {FIRST}),
-        rf"b: no layer unet/{FIRST}, which a has; calibrate both with the same recipe",
+        rf"b: no layer unet/{FIRST}, which a has; run 'quantkit calibrate model' again",
     ),
     "more layers": (
         lambda p: with_layers(p, (*p.layers["unet"], "zz")),

@@ -196,7 +196,7 @@ REFUSED = {
     "no calibration, bias": (
         {"bias_correction": True},
         RecipeError,
-        r"conv2: bias_correction needs statistics; give a calibration",
+        r"conv2: bias_correction needs statistics; run 'quantkit calibrate model",
     ),
 }
 

@@ -81,7 +81,7 @@ def test_layers_that_nobody_listened_to_are_still_refused(model, calibrated):
     digests = {"unet": {k: v for k, v in about.digests["unet"].items() if k != unknown}}
     other = replace(calibrated.calibration, metadata=replace(about, digests=digests))
     save_calibration(other, model.parent / "other", force=True)
-    with pytest.raises(ArtefactError, match=f"no statistics of layer {unknown}"):
+    with pytest.raises(ArtefactError, match=f"no statistics of {unknown}, which recipe int8 needs"):
         pack(
             model,
             dry_run=True,

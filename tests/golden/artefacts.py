@@ -57,6 +57,9 @@ _FOR_EXPORT = ("comfyui", "comfyui-int8", "gguf")
 _QUICK_MODEL = "general-dit"
 _QUICK_EXPORTED = ("flux",)
 _QUICK_PIPELINES = ("sd15",)
+#: Of the statistics of recipes that are not tuned, but for some: merging is exact.
+_BUCKETS, _MORE_BUCKETS = 4, ("fp8-token-gptq", "int4-sparse")
+_TUNED = tuple(name for name in recipe_names() if load_recipe(name).tuned)
 _PROMPTS = ("a red circle", "two blue squares", "a tree", "a small house")
 
 
@@ -99,7 +102,9 @@ class Made:
         """Return what a recipe needs besides the model."""
         needed: dict[str, Any] = {}
         if recipe.needs_calibration:
-            needed["calibration"] = self.calibration(name, recipe.calibration.buckets)
+            more = recipe.name in (*_MORE_BUCKETS, *_TUNED)
+            buckets = recipe.calibration.buckets if more else _BUCKETS
+            needed["calibration"] = self.calibration(name, buckets)
         if recipe.needs_hessians:
             needed["hessians"] = self.moments(name)
         return needed
@@ -151,7 +156,7 @@ def _optimized(made: Made, model: str, recipe: Recipe) -> tuple[Recipe, str]:
     from quantkit.workflow.sensitivity import measure_sensitivity
 
     file = made.folder / f"{model}.calibration"
-    save_calibration(made.calibration(model, recipe.calibration.buckets), file, force=False)
+    save_calibration(made.calibration(model, _BUCKETS), file, force=False)
     found = measure_sensitivity(
         made.model(model), calibration=file, recipe=recipe, measure=0, device="cpu"
     )
@@ -217,7 +222,7 @@ _SAMPLED: dict[str, Any] = {"prompts": _PROMPTS, "device": "cpu"}
 def _calibrated(model: Path, output: Path) -> str:
     from quantkit.workflow.calibrate import calibrate
 
-    calibrate(model, recipe=load_recipe("int8", _RUN), output=output, **_SAMPLED)
+    calibrate(model, recipe=load_recipe("int8-token", _RUN), output=output, **_SAMPLED)
     return digests.of_files(output)
 
 

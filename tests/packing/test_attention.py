@@ -332,7 +332,7 @@ def test_a_calibration_without_attention_is_refused(pipeline_dir, calibration, t
     from dataclasses import replace
 
     older = replace(calibration, attention={})
-    with pytest.raises(RecipeError, match="has no attention; calibrate again"):
+    with pytest.raises(RecipeError, match="has no attention; run 'quantkit calibrate"):
         quantkit.pack(pipeline_dir, recipe=recipe(), calibration=older, output=tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
 

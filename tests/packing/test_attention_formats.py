@@ -95,7 +95,7 @@ def test_what_was_not_measured_stays_in_16_bit_or_is_refused():
         assert found.kept == ("wide",)
         assert found.decisions["wide"].reason == f"heads of {columns} columns"
     unmeasured = {"a": replace(module(0, 0, 0, 0), format_lost=None, format_power=None)}
-    with pytest.raises(RecipeError, match=r"no errors of formats for a; calibrate again with this"):
+    with pytest.raises(RecipeError, match=r"no errors of formats for a; run 'quantkit calibrate"):
         choose_attention_formats(section, ["a"], unmeasured)
     # Before there is a calibration, the fastest stands for what will be chosen.
     assert choose_attention_formats(section, ["a"], None).formats == {"a": E4M3FN}
@@ -291,7 +291,7 @@ def test_formats_of_the_recipe_need_no_calibration(pipeline_dir, tmp_path):
 def test_a_calibration_without_errors_is_refused(pipeline_dir, calibrated, tmp_path):
     plain = quantkit.calibrate(pipeline_dir, recipe=recipe(), prompts=["a cat", "a dog"])
     assert {s.format_errors() for s in plain.calibration.attention["unet"].values()} == {None}
-    with pytest.raises(RecipeError, match=r"qk or pv auto: .* calibrate again with this recipe"):
+    with pytest.raises(RecipeError, match=r"qk or pv auto: .* calibrate model' with this recipe"):
         packed_with(pipeline_dir, plain, tmp_path / "p", strategy="adaptive")
     nothing = replace(calibrated, calibration=replace(calibrated.calibration, attention={}))
     with pytest.raises(RecipeError, match=r"the calibration has no attention"):

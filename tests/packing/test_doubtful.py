@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from quantkit.calibration.observing.collect import observed_layers
+from quantkit.calibration.observing.collect import layers_to_pack
 from quantkit.checkpoint.reader import open_packed
 from quantkit.models.source import of_family, open_model
 from quantkit.packing.pack_model import pack
@@ -39,10 +39,10 @@ def test_statistics_decide_of_layers_outside_of_the_blocks(tmp_path):
     assert "a.fc" in layers
 
 
-def test_calibration_observes_them(tmp_path):
+def test_the_plan_packs_them(tmp_path):
     source, _ = outlying(tmp_path / "model", "a.fc", 1)
     component = of_family(open_model(source), "general").components[0]
-    observed = {layer.name for layer in observed_layers(component, Recipe(name="t"))}
+    observed = {layer.name for layer in layers_to_pack(component, Recipe(name="t"))}
     assert observed == {"a.conv", "a.point", "a.fc"}
     tuned = replace(component, family=open_model(source).components[0].family)
-    assert observed == {layer.name for layer in observed_layers(tuned, Recipe(name="t"))}
+    assert observed == {layer.name for layer in layers_to_pack(tuned, Recipe(name="t"))}

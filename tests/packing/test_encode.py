@@ -269,10 +269,10 @@ def test_statistics_that_do_not_fit_are_refused(tmp_path):
     calibration = calibration_of(folder)
     layers = calibration.layers[""]
     layers["a.conv"] = layers["a.fc"]
-    with pytest.raises(ArtefactError, match=r"a\.conv: 96 input channels, expected 32"):
+    with pytest.raises(ArtefactError, match=r"a\.conv: 96 input channels, expected 32; run"):
         run(folder, tmp_path / "packed", recipe, calibration=calibration)
     del layers["a.conv"], calibration.metadata.digests[""]["a.conv"]
-    with pytest.raises(ArtefactError, match=r"no statistics of layer a\.conv"):
+    with pytest.raises(ArtefactError, match=r"no statistics of a\.conv, which recipe t needs"):
         run(folder, tmp_path / "packed", recipe, calibration=calibration)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantkit.calibration.observing.collect import observed_layers
+from quantkit.calibration.observing.collect import layers_to_pack
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.errors import RecipeError
@@ -160,10 +160,10 @@ def test_layers_of_the_family_are_packed_as_weights_alone(model, tmp_path, fmt):
     verify(tmp_path / "packed", progress=silent)
 
 
-def test_what_is_packed_alone_is_observed(model):
+def test_what_is_packed_alone_is_planned(model):
     (source,) = open_model(str(model)).components
-    plain = {layer.name for layer in observed_layers(source, Recipe(name="t"))}
+    plain = {layer.name for layer in layers_to_pack(source, Recipe(name="t"))}
     kept = Recipe.model_validate({"name": "t", "kept": {"format": "int4", "rounding": "gptq"}})
-    assert {layer.name for layer in observed_layers(source, kept)} - plain == set(KEPT[:3])
+    assert {layer.name for layer in layers_to_pack(source, kept)} - plain == set(KEPT[:3])
     assert kept.needs_hessians
     assert not Recipe(name="t").needs_hessians

@@ -121,11 +121,13 @@ def test_pack_runs_dry_on_the_published_model(published, tmp_path, family, name)
 @pytest.mark.parametrize(("family", "name"), CALIBRATED)
 def test_calibrations_run_dry_on_the_published_model(published, tmp_path, family, name):
     recipe = recipe_of(family, name)
-    _, packed = layers_of(family, recipe)
+    layers, packed = layers_of(family, recipe)
     arguments = (published[family], "-r", name, "-o", tmp_path / "o", "-n")
     plan = called("calibrate", "model", *arguments)
     (entry,) = plan["components"].values()
-    assert (plan["written"], len(entry["layers"])) == (None, packed)
+    # All layers but those of a length that no kernel reads.
+    assert plan["written"] is None
+    assert packed < len(entry["layers"]) <= layers
     assert plan["buckets"] == recipe.calibration.buckets
     plan = called("calibrate", "hessian", *arguments)
     (entry,) = plan["components"].values()

@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from quantkit import resources
 from quantkit.calibration.statistics.observers import OBSERVERS
 from quantkit.errors import RecipeError
+from quantkit.models.families import FAMILIES
+from quantkit.models.general_family import GENERAL
 from quantkit.models.layer_plan import plan_layers
 from quantkit.models.recommended import tuned
 from quantkit.models.source import open_model
@@ -162,7 +164,10 @@ BAD = {
     "edges": ("{name: t, activation: {buckets: [5, 5]}}", "expected ascending timestep edges"),
     "neither edges nor auto": ("{name: t, activation: {buckets: all}}", "buckets.*found 'all'"),
     "no edges": ("{name: t, activation: {buckets: []}}", "expected ascending timestep edges"),
-    "buckets over steps": ("{name: t, calibration: {steps: 3}}", "buckets 4: more than the 3 step"),
+    "buckets over steps": (
+        "{name: t, calibration: {steps: 3, buckets: 4}}",
+        "buckets 4: more than the 3",
+    ),
     "smooth": ("{name: t, smooth: 1.5}", "smooth 1.5: expected 0 to 1, or auto"),
     "smooth and average": (
         "{name: t, smooth: 0.5, activation: {mode: static, observer: moving_average}}",
@@ -320,19 +325,15 @@ def test_calibration_settings_are_checked_when_replaced():
 
 
 def test_fewer_steps_than_buckets_leave_a_bucket_for_each():
-    recipe = load_recipe("fp8")
-    assert change_recipe(recipe, {"calibration.steps": 2}).calibration.buckets == 2
-    assert (
-        change_recipe(
-            recipe, {"calibration.steps": 2, "calibration.buckets": 1}
-        ).calibration.buckets
-        == 1
-    )
+    recipe = change_recipe(load_recipe("fp8"), {"calibration.steps": 2})
+    for family in (*FAMILIES, GENERAL):
+        buckets = family.calibration["buckets"]
+        assert tuned(recipe, family).calibration.buckets == min(2, buckets)
+    own = change_recipe(recipe, {"calibration.buckets": 1})
+    assert tuned(own, GENERAL).calibration.buckets == 1
+    static = parse("{name: t, activation: {mode: static, buckets: 4}, calibration: {buckets: 3}}")
     with pytest.raises(RecipeError, match=r"activation\.buckets 4 do not divide the 3 timestep"):
-        load_recipe("fp8-buckets", {"calibration.steps": 3}).refuse_unmergeable()
-    assert (
-        change_recipe(load_recipe("fp8-static"), {"calibration.steps": 3}).calibration.buckets == 3
-    )
+        static.refuse_unmergeable()
 
 
 def test_documented_keys_are_all_there_are():

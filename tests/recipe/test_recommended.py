@@ -10,6 +10,7 @@ from quantkit.cli import quantkit as command
 from quantkit.errors import ModelError, RecipeError
 from quantkit.models.families import FAMILIES
 from quantkit.models.general_family import GENERAL
+from quantkit.models.layer_plan import choose_edges
 from quantkit.models.recommended import tuned
 from quantkit.recipe.load import change_recipe, load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.schema import Recipe
@@ -83,9 +84,27 @@ def test_what_a_recipe_sets_itself_wins():
     assert tuned(steps, family).calibration.prompts == 9
 
 
-def test_a_recipe_that_is_not_tuned_is_left_alone():
+def test_of_a_recipe_that_is_not_tuned_the_family_sets_buckets_alone():
     recipe = load_recipe("fp8-static")
-    assert all(tuned(recipe, family) is recipe for family in FAMILIES)
+    for family in FAMILIES:
+        found = tuned(recipe, family)
+        assert found.calibration.buckets == family.calibration["buckets"]
+        four = {"calibration.buckets": 4}
+        assert change_recipe(found, four) == change_recipe(recipe, four)
+    own = change_recipe(recipe, {"calibration.buckets": 3})
+    assert all(tuned(own, family) == own for family in FAMILIES)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, GENERAL], ids=lambda family: family.name)
+def test_one_calibration_has_the_buckets_of_every_bundled_recipe(family):
+    stored = {tuned(load_recipe(n), family).calibration.buckets for n in recipe_names()}
+    (count,) = stored
+    edges = tuple(map(float, range(1, count)))
+    for name in recipe_names():
+        recipe = tuned(load_recipe(name), family)
+        for own in (recipe.activation, *(o.activation for o in recipe.overrides if o.activation)):
+            if own.mode == "static":
+                choose_edges(own, edges)
 
 
 def test_recipes_of_a_model_are_told_with_their_sizes(published):

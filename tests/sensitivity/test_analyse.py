@@ -10,7 +10,7 @@ from torch import nn
 
 import quantkit as package
 from quantkit.calibration.moments.moment_files import load_hessians
-from quantkit.calibration.observing.collect import observed_layers
+from quantkit.calibration.observing.collect import layers_to_pack
 from quantkit.calibration.statistics.layer_statistics import load_calibration
 from quantkit.checkpoint.reader import open_packed
 from quantkit.cli import quantkit as command
@@ -314,7 +314,7 @@ def test_transformers_are_measured_too(transformer_pipeline_dir, tmp_path):
 def test_attention_is_measured_in_the_pipeline(work, pipeline_dir, tmp_path, monkeypatch):
     quick, calibration = tmp_path / "quick.yaml", work / "c.safetensors"
     # The others are measured as ever.
-    monkeypatch.setattr(measured_model, "observed_layers", lambda *a: observed_layers(*a)[:2])
+    monkeypatch.setattr(measured_model, "layers_to_pack", lambda *a: layers_to_pack(*a)[:2])
     quick.write_text(f"{QUICK}attention: {{min_keys: 16, scales: static}}\n")
     options = ("-c", calibration, "-r", quick, "--measure", 1, "-o", tmp_path / "s.json")
     table = invoke("calibrate", "sensitivity", pipeline_dir, *options)

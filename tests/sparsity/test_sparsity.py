@@ -245,7 +245,7 @@ def test_calibration_of_other_weights_is_refused(calibration, tmp_path):
 def test_calibration_without_the_layer_is_refused(model, calibration):
     del calibration.layers[""]["linear"]
     del calibration.metadata.digests[""]["linear"]
-    with pytest.raises(ArtefactError, match="no statistics of linear; calibrate with the same"):
+    with pytest.raises(ArtefactError, match="no statistics of linear; run 'quantkit calibrate"):
         choose_masks(model, MAGNITUDE, calibration, progress=silent)
 
 

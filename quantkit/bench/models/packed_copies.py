@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.calibration.observing.collect import library_versions, observed_layers, weight_digests
+from quantkit.calibration.observing.collect import layers_to_pack, library_versions, weight_digests
 from quantkit.calibration.observing.hooks import Collector
 from quantkit.calibration.statistics.layer_statistics import Calibration, CalibrationProvenance
 from quantkit.models.recommended import recipe_of_class
@@ -64,7 +64,7 @@ class Source:
         """The statistics of one step, which is all that a scale of amax needs."""
         (component,) = self.opened.components
         recipe = self.recipe(PackedVariant(static=True))
-        layers = observed_layers(component, recipe)
+        layers = layers_to_pack(component, recipe)
         collector = Collector(component.name, self.model, layers, buckets=1)
         with collector.attached(SimpleNamespace(timesteps=[1.0]), lambda _: None):
             self.step()

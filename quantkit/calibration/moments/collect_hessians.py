@@ -15,7 +15,7 @@ from quantkit.calibration.moments.moment_collector import MomentCollector
 from quantkit.calibration.moments.moment_files import HessianIndex, Hessians, create_hessians
 from quantkit.calibration.moments.moments import group_layers
 from quantkit.calibration.moments.shared_moments import UnsharedInputError
-from quantkit.calibration.observing.collect import observed_layers
+from quantkit.calibration.observing.collect import layers_to_pack
 from quantkit.errors import OutputError, PromptError, QuantkitError
 from quantkit.models.component_layers import Layer
 from quantkit.models.source import Component, Model
@@ -115,14 +115,14 @@ def moment_layers(model: Model, recipe: Recipe) -> dict[str, tuple[Layer, ...]]:
     layers = {name: found for name, found in layers.items() if found}
     if layers and not recipe.denoisers_need_hessians:
         return layers
-    return {c.name: observed_layers(c, recipe) for c in model.components} | layers
+    return {c.name: layers_to_pack(c, recipe) for c in model.components} | layers
 
 
 def _rounded(encoder: Component, recipe: Recipe) -> tuple[Layer, ...]:
     """Return the layers of a text encoder that are rounded by GPTQ."""
     return tuple(
         layer
-        for layer in observed_layers(encoder, recipe)
+        for layer in layers_to_pack(encoder, recipe)
         if recipe.settings(layer.name).weight.rounding == "gptq"
     )
 

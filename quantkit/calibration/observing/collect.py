@@ -23,13 +23,14 @@ from quantkit.calibration.statistics.layer_statistics import Calibration, Calibr
 from quantkit.calibration.statistics.merge import Part, join_parts
 from quantkit.errors import ArtefactError, OutputError, PromptError
 from quantkit.models.component_layers import Layer, list_layers
-from quantkit.models.layer_plan import is_packed_alone, kept_reason
+from quantkit.models.layer_plan import is_packed_alone, kept_reason, length_reason
 from quantkit.models.source import Component, Model
 from quantkit.pipelines.batches import GrowingBatches, split_batches
 from quantkit.pipelines.processes import ALONE, Processes
 from quantkit.pipelines.running import choose_device, choose_dtype, quiet_libraries, read_prompts
 from quantkit.progress import Progress
 from quantkit.recipe.calibration import CalibrationRecipe
+from quantkit.recipe.fields import matches
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.digest import sha256_of
 from quantkit.storage.jsonfile import parsing
@@ -38,6 +39,7 @@ __all__ = [
     "CalibrationRun",
     "calibrate",
     "calibrate_share",
+    "layers_to_pack",
     "library_versions",
     "observed_layers",
     "read_prompts",
@@ -57,7 +59,7 @@ def calibrate(
 
     Args:
         model: a pipeline.
-        recipe: its calibration section says how to run; what it keeps in 16 bit is not observed.
+        recipe: its calibration section says how to run; all layers are observed, whatever it packs.
         prompts: the first ``recipe.calibration.prompts`` are used.
         device: auto, cpu or cuda[:N]; float32 on the CPU, else the 16-bit dtype of the weights.
         progress: told of weights hashed and of denoiser calls.
@@ -117,7 +119,16 @@ def calibrate_share(
 
 
 def observed_layers(component: Component, recipe: Recipe) -> tuple[Layer, ...]:
-    """Return the layers whose input is observed: all that the plan packs."""
+    """Return the layers whose input is observed: all that any recipe could pack."""
+    return tuple(
+        layer
+        for layer in list_layers(component)
+        if not length_reason(layer) and not matches(layer.name, recipe.not_layers)
+    )
+
+
+def layers_to_pack(component: Component, recipe: Recipe) -> tuple[Layer, ...]:
+    """Return the layers that the plan packs."""
     family = component.family
     return tuple(
         layer

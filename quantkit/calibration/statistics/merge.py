@@ -95,7 +95,7 @@ def _refuse_others(name: str, first: Calibration, other: str, part: Calibration)
             here, there = (name, other) if layer in layers else (other, name)
             raise ArtefactError(
                 f"{there}: no layer {component}/{layer}, which {here} has; "
-                "calibrate both with the same recipe"
+                "run 'quantkit calibrate model' again for one of them"
             )
         _refuse_other_heads(name, first, other, part, component)
         one, two = (p.metadata.digests[component] for p in (first, part))
