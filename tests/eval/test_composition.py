@@ -25,12 +25,12 @@ from quantkit.eval.measuring.metrics import METRICS
 from quantkit.eval.measuring.pictures import Pairs
 from quantkit.eval.measuring.resemblance import LEAST_OTHERS, Resemblance
 from quantkit.eval.measuring.sample_statistics import summarize
-from quantkit.eval.world.render import render
-from quantkit.eval.world.scene_layout import lay_out
 from quantkit.eval.world.scenes import captions, draw_distinct_scenes
 
 from quantkit.resources import demo_assets
 from tests.support.pictures import CPU, fake_clip, made_pairs, noisy
+from training.render import render
+from training.scene_layout import lay_out
 
 COUNT = 12
 ONLY_BROKEN = Limits(None, None, None, 0.0)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from quantkit.eval.world import scenes as world
-from quantkit.eval.world import tokens
 from quantkit.eval.world.alexnet import (
     STAGES,
     FeatureNetwork,
@@ -19,21 +18,22 @@ from quantkit.eval.world.alexnet import (
     tap_distances,
 )
 from quantkit.eval.world.outlines import SHAPES, signed_distance
-from quantkit.eval.world.render import draw_pictures, render
-from quantkit.eval.world.scene_layout import SIDE, lay_out
-from quantkit.eval.world.training import (
+from torch import Generator, nn
+
+from quantkit.errors import ModelError
+from quantkit.resources import demo_assets
+from training import (
     sheet,
+    tokens,
     train_clip,
     train_common,
     train_samples,
     train_unet,
 )
-from quantkit.eval.world.training.train import main as run_training
-from quantkit.eval.world.training.train_vae import psnr
-from torch import Generator, nn
-
-from quantkit.errors import ModelError
-from quantkit.resources import demo_assets
+from training.render import draw_pictures, render
+from training.scene_layout import SIDE, lay_out
+from training.train import main as run_training
+from training.train_vae import psnr
 
 #: What all assets together may take in git.
 MOST_BYTES = 32_000_000

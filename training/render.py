@@ -2,10 +2,11 @@
 
 import torch
 from quantkit.eval.world.outlines import signed_distance
-from quantkit.eval.world.scene_layout import SIDE, Layout, lay_out
 from quantkit.eval.world.scenes import ALONE, FILLS, PATTERNS, Scenes, draw_scenes
 from torch import Generator, Tensor
 from torch.nn import functional
+
+from training.scene_layout import SIDE, Layout, lay_out
 
 #: Share of the accent in a fill's and in a background's second tone. Backgrounds stay quieter,
 #: so that a thing stands out on any of them.

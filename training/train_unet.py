@@ -5,23 +5,24 @@ from typing import Any
 
 import torch
 from quantkit.eval.world.scenes import draw_scenes
-from quantkit.eval.world.tokens import MAX_LENGTH, CaptionEncoder
-from quantkit.eval.world.training.train_common import (
+from torch import Generator, Tensor
+from torch.nn import functional
+
+from training.tokens import MAX_LENGTH, CaptionEncoder
+from training.train_common import (
     HELD_OUT_SEED,
     Options,
     TrainingPlan,
     frozen,
     train,
 )
-from quantkit.eval.world.training.train_vae import load_vae
-from quantkit.eval.world.world_models import (
+from training.train_vae import load_vae
+from training.world_models import (
     LATENT_CHANNELS,
     LATENT_SIDE,
     build_scheduler,
     build_unet,
 )
-from torch import Generator, Tensor
-from torch.nn import functional
 
 PLAN = TrainingPlan(steps=9500, batch=512, rate=4e-4, warm_up=500, momentum=(0.9, 0.99))
 #: Pictures whose latents are computed once and drawn from: each is seen about seven times, every

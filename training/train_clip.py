@@ -5,20 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quantkit.eval.world.render import render
-from quantkit.eval.world.scene_layout import lay_out
 from quantkit.eval.world.scenes import Scenes, draw_distinct_scenes, draw_scenes, vary_scenes
-from quantkit.eval.world.tokens import CaptionEncoder, write_tokenizer
-from quantkit.eval.world.training.train_common import (
+from torch import Generator, Tensor
+from torch.nn import functional
+
+from training.render import render
+from training.scene_layout import lay_out
+from training.tokens import CaptionEncoder, write_tokenizer
+from training.train_common import (
     HELD_OUT_SEED,
     Options,
     TrainingPlan,
     frozen,
     train,
 )
-from quantkit.eval.world.world_models import IMAGE_PROCESSOR, build_clip
-from torch import Generator, Tensor
-from torch.nn import functional
+from training.world_models import IMAGE_PROCESSOR, build_clip
 
 PLAN = TrainingPlan(steps=2000, batch=2048, rate=1e-3, warm_up=200, decay=0.1, momentum=(0.9, 0.98))
 #: A quarter of a batch differs from another quarter in one word each, or colours would do.

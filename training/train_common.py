@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from quantkit.eval.world.render import render
-from quantkit.eval.world.scene_layout import lay_out
 from quantkit.eval.world.scenes import Scenes
 from torch import Generator, Tensor, nn
+
+from training.render import render
+from training.scene_layout import lay_out
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from quantkit.eval.world.scenes import captions, draw_distinct_scenes
-from quantkit.eval.world.tokens import MAX_LENGTH
-from quantkit.eval.world.training.sheet import save_sheet
-from quantkit.eval.world.training.train_clip import load_clip
-from quantkit.eval.world.training.train_common import HELD_OUT_SEED, PROMPT_SEED, Options, frozen
 from torch import Generator, Tensor
+
+from training.sheet import save_sheet
+from training.tokens import MAX_LENGTH
+from training.train_clip import load_clip
+from training.train_common import HELD_OUT_SEED, PROMPT_SEED, Options, frozen
 
 #: Prompts of ``prompts.txt``, and pictures of the larger sample that makes the share precise.
 PROMPTS, MANY = 64, 512

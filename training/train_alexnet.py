@@ -12,7 +12,6 @@ from quantkit.eval.world.alexnet import (
     tap_distances,
 )
 from quantkit.eval.world.outlines import SHAPES
-from quantkit.eval.world.render import draw_pictures
 from quantkit.eval.world.scenes import (
     COLOURS,
     FILLS,
@@ -23,15 +22,17 @@ from quantkit.eval.world.scenes import (
     draw_scenes,
     order_scenes,
 )
-from quantkit.eval.world.training.train_common import (
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+from training.render import draw_pictures
+from training.train_common import (
     HELD_OUT_SEED,
     Options,
     TrainingPlan,
     frozen,
     train,
 )
-from torch import Generator, Tensor, nn
-from torch.nn import functional
 
 PLAN = TrainingPlan(steps=2500, batch=1024, rate=1e-3, warm_up=100)
 #: What two unrelated pictures are apart: the level that LPIPS shows on unrelated photographs.

@@ -4,17 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quantkit.eval.world.render import draw_pictures
 from quantkit.eval.world.scenes import draw_scenes
-from quantkit.eval.world.training.train_common import (
+from torch import Generator, Tensor
+
+from training.render import draw_pictures
+from training.train_common import (
     HELD_OUT_SEED,
     Options,
     TrainingPlan,
     frozen,
     train,
 )
-from quantkit.eval.world.world_models import build_vae
-from torch import Generator, Tensor
+from training.world_models import build_vae
 
 PLAN = TrainingPlan(steps=3800, batch=256, rate=1e-3, warm_up=200, momentum=(0.9, 0.99))
 #: Weight of the KL term per latent number: enough to keep latents near unit scale, no more.

@@ -1,0 +1,1 @@
+"""Training of the bundled pipeline: scenes as pictures, their tokens, and each of its models."""
