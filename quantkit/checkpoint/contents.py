@@ -10,7 +10,7 @@ from quantkit.checkpoint.spec import PACKED_PARTS, attention_tensors
 from quantkit.checkpoint.weight_reader import NUMBERS, SourceTensor, first_broken, value_of
 from quantkit.device.host.checker import BAD_CODE, BAD_FACTOR, BAD_META, BAD_SCALE
 from quantkit.errors import NonFiniteError
-from quantkit.storage.digest import Claim
+from quantkit.storage.digest import ExpectedDigest
 from quantkit.storage.system import open_to_read
 from quantkit.storage.tensorfile import ITEM_BYTES, TensorInfo
 
@@ -46,10 +46,10 @@ def _broken_values(component: PackedComponent, name: str, *, any_sign: bool) -> 
         yield f"{_where(component, name)}: found {found}, expected {wanted}"
 
 
-def tensor_claims(component: PackedComponent) -> dict[str, Claim]:
+def tensor_claims(component: PackedComponent) -> dict[str, ExpectedDigest]:
     """Return what the bytes of every tensor must hash to, by its name."""
     return {
-        name: Claim(
+        name: ExpectedDigest(
             shard.header.path, f"{name}: ", info.start, info.stop, shard.metadata.tensors[name]
         )
         for shard in component.shards

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quantkit.errors import CheckpointError, InputError
-from quantkit.models.building import Asked, build_ahead, read_skeleton
+from quantkit.models.building import SkeletonRequest, build_ahead, read_skeleton
 from quantkit.models.pipeline_index import read_models
 from quantkit.models.skeleton import Contents, misfits
 from quantkit.models.source import WEIGHTS, shards_of, weight_files
@@ -20,7 +20,7 @@ def misfits_of_copies(pipeline: Path, packed: Collection[str]) -> Iterator[str]:
         pipeline: whose model_index.json was looked at.
         packed: names of the components that are packed; they are left out.
     """
-    found: list[tuple[Asked, Contents]] = []
+    found: list[tuple[SkeletonRequest, Contents]] = []
     for name, (library, class_name) in read_models(pipeline).items():
         if name not in packed and is_known(library):
             try:
@@ -54,14 +54,19 @@ def is_known(library: str) -> bool:
     )
 
 
-def _opened(folder: Path, library: str, class_name: str) -> Iterator[tuple[Asked, Contents]]:
+def _opened(
+    folder: Path, library: str, class_name: str
+) -> Iterator[tuple[SkeletonRequest, Contents]]:
     """Yield, for every variant of a component, the model that is built and what it is given."""
     for file in weight_files(folder, library, class_name).values():
         contents = Contents(file, {}, _tensors(file))
-        yield Asked(folder / "config.json", class_name, contents.tensors, library), contents
+        yield (
+            SkeletonRequest(folder / "config.json", class_name, contents.tensors, library),
+            contents,
+        )
 
 
-def _misfits(asked: Asked, contents: Contents) -> Iterator[str]:
+def _misfits(asked: SkeletonRequest, contents: Contents) -> Iterator[str]:
     try:
         skeleton = read_skeleton(asked.config, asked.class_name, asked.names, library=asked.library)
     except CheckpointError as error:

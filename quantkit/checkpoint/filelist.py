@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.storage.copying import is_weight, list_files
-from quantkit.storage.digest import Claim, is_digest, sha256_of_file
+from quantkit.storage.digest import ExpectedDigest, is_digest, sha256_of_file
 from quantkit.storage.files import rewritten_file
 from quantkit.storage.inputfile import open_file
 from quantkit.storage.jsonfile import DAMAGE, read_json, short
@@ -55,14 +55,14 @@ class FileList:
     #: by path relative to the directory, with slashes
     files: Mapping[str, FileRecord]
 
-    def claims(self) -> Iterator[Claim]:
+    def claims(self) -> Iterator[ExpectedDigest]:
         """Yield what the bytes of the files that are there must hash to."""
         for name, record in self.files.items():
             path = self.folder / name
             if path.is_file():
                 stop = header_bytes(path) if record.header_only else record.size
                 what = "its header: " if record.header_only else ""
-                yield Claim(path, what, 0, stop, record.sha256)
+                yield ExpectedDigest(path, what, 0, stop, record.sha256)
 
     def broken(self, *, only_read: bool = False) -> Iterator[str]:
         """Yield a line for every file that is missing or of another size.

@@ -4,7 +4,7 @@ import os
 from collections.abc import Generator, Iterator, Sequence
 
 from quantkit.device.host.hashing import Parts, new_digest, run_together
-from quantkit.storage.digest import Claim, chunks_of_range
+from quantkit.storage.digest import ExpectedDigest, chunks_of_range
 from quantkit.storage.parallel_checks import in_threads
 from quantkit.storage.system import open_to_read
 
@@ -12,15 +12,15 @@ from quantkit.storage.system import open_to_read
 _TAKEN = 8
 
 
-def breaches_of(claims: Sequence[Claim]) -> Iterator[str]:
+def breaches_of(claims: Sequence[ExpectedDigest]) -> Iterator[str]:
     """Yield a line for each claim, in their order: how the bytes are others, or nothing."""
     groups = [claims[first : first + _TAKEN] for first in range(0, len(claims), _TAKEN)]
     for lines in in_threads(_breaches_of_some, groups):
         yield from lines
 
 
-def _breaches_of_some(claims: Sequence[Claim]) -> list[str]:
-    lines: dict[Claim, str] = {}
+def _breaches_of_some(claims: Sequence[ExpectedDigest]) -> list[str]:
+    lines: dict[ExpectedDigest, str] = {}
     by_size = sorted(claims, key=lambda claim: claim.stop - claim.start)
     for first in range(0, len(by_size), 2):
         pair = by_size[first : first + 2]
@@ -28,7 +28,7 @@ def _breaches_of_some(claims: Sequence[Claim]) -> list[str]:
     return [lines[claim] for claim in claims]
 
 
-def _breach(claim: Claim) -> Generator[Parts, None, str]:
+def _breach(claim: ExpectedDigest) -> Generator[Parts, None, str]:
     try:
         digest = new_digest()
         descriptor = open_to_read(claim.path)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quantkit.recipe.schema import Recipe
 
 
-class Place(click.Path):
+class CheckedPath(click.Path):
     """A path that can be asked about: not too long, no loop of links, not in a closed folder."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def _finite(
 #: Where click keeps these options between themselves and the argument.
 _CONFIG, _VARIANT, _CHANGES = "quantkit.config", "quantkit.variant", "quantkit.set"
 
-PATH = Place()
+PATH = CheckedPath()
 COUNT = click.IntRange(1, MAX_COUNT)
 STEPS = click.IntRange(1, MAX_STEPS)
 SEED = click.IntRange(0, MAX_SEED)

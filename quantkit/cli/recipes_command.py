@@ -9,7 +9,7 @@ from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
-    from quantkit.workflow.recipes import Listed
+    from quantkit.workflow.recipes import ListedRecipe
 
 
 @click.command(cls=Command, example="quantkit recipes sdxl -r int8")
@@ -49,9 +49,9 @@ def _print_text(text: str, *, as_json: bool) -> None:
     print_json(yaml.safe_load(text))
 
 
-def _sizes(recipe: "Listed") -> str:
+def _sizes(recipe: "ListedRecipe") -> str:
     return f"{recipe.bytes_before / 1e9:.3g} -> {recipe.bytes_after / 1e9:.3g}"
 
 
-def _needs(recipe: "Listed") -> str:
+def _needs(recipe: "ListedRecipe") -> str:
     return ", ".join(f"--{name}" for name in recipe.needs)

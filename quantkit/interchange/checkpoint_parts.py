@@ -17,9 +17,9 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.interchange.layout_names import original_tensors
-from quantkit.interchange.part_layouts import PLACES, Place, is_ignored, unused_pattern
+from quantkit.interchange.part_layouts import PART_LAYOUTS, PartLayout, is_ignored, unused_pattern
 from quantkit.interchange.pieces import (
-    Described,
+    ModelShapes,
     Naming,
     Piece,
     describe,
@@ -50,7 +50,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rest:
+class OtherParts:
     """The contents of a checkpoint besides its denoiser."""
 
     parts: tuple[Part, ...]
@@ -81,7 +81,7 @@ class _Identity:
             yield (numbers % (self.size + 1) == 0).float()
 
 
-def find_parts(file: StoredFile, names: set[str], config: Path, encoders: Encoders) -> Rest:
+def find_parts(file: StoredFile, names: set[str], config: Path, encoders: Encoders) -> OtherParts:
     """Return what a checkpoint holds besides the denoiser.
 
     Args:
@@ -96,10 +96,10 @@ def find_parts(file: StoredFile, names: set[str], config: Path, encoders: Encode
     """
     ignored = set(filter(is_ignored, names))
     if encoders == "config" or not (config / "model_index.json").is_file():
-        return Rest((), _counts(ignored), _counts(names - ignored))
+        return OtherParts((), _counts(ignored), _counts(names - ignored))
     parts: dict[str, Part] = {}
     used: set[str] = set()
-    for place in PLACES:
+    for place in PART_LAYOUTS:
         inside = {name for name in names if name.startswith(place.prefix)}
         if inside <= ignored:
             continue
@@ -114,7 +114,7 @@ def find_parts(file: StoredFile, names: set[str], config: Path, encoders: Encode
     if unknown := names - used - ignored:
         raise _refusal(file, config, f"has besides {_first(unknown)}, of which nothing is known")
     read = {piece.tensor.name for part in parts.values() for piece in part.pieces}
-    return Rest(tuple(parts.values()), _counts(names - read), {})
+    return OtherParts(tuple(parts.values()), _counts(names - read), {})
 
 
 def _refusal(file: StoredFile, config: Path, what: str) -> ModelError:
@@ -135,7 +135,7 @@ def _counts(names: Iterable[str]) -> Counter[str]:
     return Counter(name.partition(".")[0] for name in names)
 
 
-def _part(file: StoredFile, place: Place, inside: set[str], config: Path) -> Part:
+def _part(file: StoredFile, place: PartLayout, inside: set[str], config: Path) -> Part:
     component, class_name = _component(place, config)
     there = {name.removeprefix(place.prefix) for name in inside}
     described = _described(config / component, class_name, place, there)
@@ -148,7 +148,7 @@ def _part(file: StoredFile, place: Place, inside: set[str], config: Path) -> Par
     return Part(component, naming.layout, stem, pieces + made)
 
 
-def _component(place: Place, config: Path) -> tuple[str, str]:
+def _component(place: PartLayout, config: Path) -> tuple[str, str]:
     """Return what the pipeline calls a part, and its class in transformers; "" in diffusers."""
     there, encoders = read_pipeline_index(config), read_transformers_classes(config)
     for name in place.components:
@@ -160,14 +160,16 @@ def _component(place: Place, config: Path) -> tuple[str, str]:
     )
 
 
-def _described(folder: Path, class_name: str, place: Place, there: Collection[str]) -> Described:
+def _described(
+    folder: Path, class_name: str, place: PartLayout, there: Collection[str]
+) -> ModelShapes:
     """Return the model of a component, its tensors in the names of published files."""
     # In the file's own names, where these are the library's.
     own = class_name and not place.layout
     asked = {_published(class_name, name) for name in there} if own else ()
     found = describe(folder, len(there), class_name=class_name, names=asked)
     shapes = {_published(class_name, name): shape for name, shape in found.shapes.items()}
-    return Described(folder, found.class_name, shapes)
+    return ModelShapes(folder, found.class_name, shapes)
 
 
 def _published(class_name: str, name: str) -> str:
@@ -176,7 +178,7 @@ def _published(class_name: str, name: str) -> str:
 
 
 def _naming(
-    place: Place, described: Described, there: set[str], identities: Collection[str]
+    place: PartLayout, described: ModelShapes, there: set[str], identities: Collection[str]
 ) -> Naming:
     """Return how the file names a part: as most of its tensors are named."""
     own = own_names(described.shapes.keys() - set(identities))
@@ -190,7 +192,9 @@ def _naming(
     return max(namings, key=lambda naming: sum(tensor.name in there for tensor in naming.tensors))
 
 
-def _check_names(naming: Naming, place: Place, described: Described, inside: set[str]) -> None:
+def _check_names(
+    naming: Naming, place: PartLayout, described: ModelShapes, inside: set[str]
+) -> None:
     unused = unused_pattern(place, described.shapes)
     more = {
         name for name in inside - naming.names
@@ -201,7 +205,7 @@ def _check_names(naming: Naming, place: Place, described: Described, inside: set
             raise ModelError(f"{what} {_first(names)} for the model of {described.folder}")
 
 
-def _identity(described: Described, name: str, dtype: str) -> Piece:
+def _identity(described: ModelShapes, name: str, dtype: str) -> Piece:
     rows, columns = described.shapes[name]
     if rows != columns:
         raise ModelError(

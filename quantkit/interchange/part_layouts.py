@@ -75,7 +75,7 @@ OPEN_CLIP = Layout(
 
 
 @dataclass(frozen=True)
-class Place:
+class PartLayout:
     """The prefix and layout of a VAE or text encoder in whole checkpoints."""
 
     #: what its names begin with
@@ -92,30 +92,30 @@ class Place:
     unused: str = ""
 
 
-PLACES: tuple[Place, ...] = (
+PART_LAYOUTS: tuple[PartLayout, ...] = (
     # What trained it judged pictures.
-    Place("first_stage_model.", ("vae",), VAE, unused=r"(loss|model_ema)\..*"),
-    Place("vae.", ("vae",), VAE, unused=r"(loss|model_ema)\..*"),
-    Place("cond_stage_model.transformer.", ("text_encoder",)),
+    PartLayout("first_stage_model.", ("vae",), VAE, unused=r"(loss|model_ema)\..*"),
+    PartLayout("vae.", ("vae",), VAE, unused=r"(loss|model_ema)\..*"),
+    PartLayout("cond_stage_model.transformer.", ("text_encoder",)),
     # Stable Diffusion 2 takes the last layer but one, so that diffusers' config ends with it.
-    Place(
+    PartLayout(
         "cond_stage_model.model.",
         ("text_encoder",),
         OPEN_CLIP,
         unused=r"transformer\.resblocks\.{layers}\..*",
     ),
-    Place("conditioner.embedders.0.transformer.", ("text_encoder",)),
-    Place("conditioner.embedders.1.model.", ("text_encoder_2",), OPEN_CLIP),
+    PartLayout("conditioner.embedders.0.transformer.", ("text_encoder",)),
+    PartLayout("conditioner.embedders.1.model.", ("text_encoder_2",), OPEN_CLIP),
     # SDXL's refiner has that one alone.
-    Place("conditioner.embedders.0.model.", ("text_encoder_2",), OPEN_CLIP),
+    PartLayout("conditioner.embedders.0.model.", ("text_encoder_2",), OPEN_CLIP),
     # Stable Diffusion 3 takes its pooled output as it is; diffusers has a projection there.
-    Place(
+    PartLayout(
         "text_encoders.clip_l.transformer.",
         ("text_encoder",),
         identities=("text_projection.weight",),
     ),
-    Place("text_encoders.clip_g.transformer.", ("text_encoder_2",)),
-    Place(
+    PartLayout("text_encoders.clip_g.transformer.", ("text_encoder_2",)),
+    PartLayout(
         "text_encoders.t5xxl.transformer.",
         ("text_encoder_2", "text_encoder_3"),
         class_name="T5EncoderModel",
@@ -139,7 +139,7 @@ def is_ignored(name: str) -> bool:
     return _IGNORED.fullmatch(name) is not None
 
 
-def unused_pattern(place: Place, tensors: Collection[str]) -> re.Pattern[str]:
+def unused_pattern(place: PartLayout, tensors: Collection[str]) -> re.Pattern[str]:
     """Return what a checkpoint may have that the model there lacks, as all such files do.
 
     Args:

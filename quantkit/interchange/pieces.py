@@ -14,7 +14,7 @@ from quantkit.storage.jsonfile import read_json
 
 
 @dataclass(frozen=True)
-class Described:
+class ModelShapes:
     """The model of a config.json."""
 
     folder: Path
@@ -59,7 +59,7 @@ class Piece:
 
 def describe(
     folder: Path, tensors: int, *, class_name: str = "", names: Collection[str] = ()
-) -> Described:
+) -> ModelShapes:
     """Return the model of a directory.
 
     Args:
@@ -79,7 +79,7 @@ def describe(
         shapes = read_skeleton(config, class_name, names, tensors=tensors).tensors
     except CheckpointError as error:
         raise ModelError(str(error)) from error
-    return Described(folder, class_name or f"{told.get('_class_name')!s:.80}", shapes)
+    return ModelShapes(folder, class_name or f"{told.get('_class_name')!s:.80}", shapes)
 
 
 def own_names(names: Collection[str]) -> tuple[OriginalTensor, ...]:
@@ -87,7 +87,7 @@ def own_names(names: Collection[str]) -> tuple[OriginalTensor, ...]:
     return tuple(OriginalTensor(name, (name,), swapped=False) for name in names)
 
 
-def pieces_of(file: StoredFile, naming: Naming, described: Described) -> tuple[Piece, ...]:
+def pieces_of(file: StoredFile, naming: Naming, described: ModelShapes) -> tuple[Piece, ...]:
     """Return the tensors of a model, all of which the file has.
 
     Raises:
@@ -111,7 +111,7 @@ def _pieces(
     file: StoredFile,
     naming: Naming,
     original: OriginalTensor,
-    described: Described,
+    described: ModelShapes,
     usual: str,
 ) -> Iterator[Piece]:
     """Yield the parts of one tensor of the file."""
@@ -134,7 +134,7 @@ def _pieces(
 
 
 def _check_shape(
-    file: StoredFile, tensor: StoredTensor, whole: tuple[int, ...], described: Described
+    file: StoredFile, tensor: StoredTensor, whole: tuple[int, ...], described: ModelShapes
 ) -> None:
     """Refuse another shape, but for sizes of one: the numbers and their order are the same.
 

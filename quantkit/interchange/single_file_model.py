@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import ModelError
-from quantkit.interchange.checkpoint_parts import Encoders, Part, Rest, find_parts
+from quantkit.interchange.checkpoint_parts import Encoders, OtherParts, Part, find_parts
 from quantkit.interchange.layout_names import (
     layout_of_model,
     layout_of_names,
     original_tensors,
 )
 from quantkit.interchange.other_files import refuse_other
-from quantkit.interchange.pieces import Described, Naming, describe, own_names, pieces_of
+from quantkit.interchange.pieces import ModelShapes, Naming, describe, own_names, pieces_of
 from quantkit.interchange.stored_file import StoredFile
 from quantkit.models.pipeline_index import (
     denoiser_names,
@@ -40,7 +40,7 @@ class SingleFileModel:
     #: the directory with everything else
     config: Path
     denoiser: Part
-    rest: Rest
+    rest: OtherParts
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -89,7 +89,7 @@ def _component_of(config: Path) -> str:
     )
 
 
-def _naming_of(file: StoredFile, described: Described) -> Naming:
+def _naming_of(file: StoredFile, described: ModelShapes) -> Naming:
     """Return how the file names the model of a directory, which must be the file's."""
     found = layout_of_names(file.tensors)
     if found is None:
@@ -111,7 +111,7 @@ def _naming_of(file: StoredFile, described: Described) -> Naming:
     return Naming(layout.architecture, prefix, original_tensors(layout, described.shapes))
 
 
-def _own_names(file: StoredFile, described: Described) -> Naming:
+def _own_names(file: StoredFile, described: ModelShapes) -> Naming:
     """Return the naming of a file in diffusers' names, with any prefix."""
     shapes = described.shapes
     hits = {p: sum(p + name in file.tensors for name in shapes) for p in _PREFIXES}
@@ -121,7 +121,7 @@ def _own_names(file: StoredFile, described: Described) -> Naming:
     return Naming("diffusers", prefix, own_names(shapes))
 
 
-def _others(file: StoredFile, naming: Naming, described: Described) -> set[str]:
+def _others(file: StoredFile, naming: Naming, described: ModelShapes) -> set[str]:
     """Return the names of what the file holds besides; refuse what is not quite the denoiser."""
     prefix, expected = naming.prefix, naming.names
     aside = {

@@ -35,7 +35,7 @@ _ahead: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
-class Asked:
+class SkeletonRequest:
     """A model to build, as ``read_skeleton`` is asked for it."""
 
     config: Path
@@ -65,14 +65,14 @@ def read_skeleton(
     Raises:
         CheckpointError: unreadable, or no model can be built from it.
     """
-    text = _text(Asked(config, class_name, names, library), tensors)
+    text = _text(SkeletonRequest(config, class_name, names, library), tensors)
     try:
         return _build(text) if _is_built_here(text) else _built_by_child(text)
     except ValueError as error:
         raise CheckpointError(f"{config}: {error}") from error
 
 
-def build_ahead(asked: Iterable[Asked]) -> None:
+def build_ahead(asked: Iterable[SkeletonRequest]) -> None:
     """Build several models by one child process, where none is built here: it imports for all.
 
     What is wrong with one ``read_skeleton`` tells.
@@ -87,7 +87,7 @@ def build_ahead(asked: Iterable[Asked]) -> None:
             _ahead.update(zip(texts, _said_by_child(texts), strict=True))
 
 
-def _text(asked: Asked, tensors: int | None) -> str:
+def _text(asked: SkeletonRequest, tensors: int | None) -> str:
     """Return what decides a skeleton, as JSON."""
     values = read_json(asked.config, error=CheckpointError, cure="download it again")
     values.pop("quantization_config", None)

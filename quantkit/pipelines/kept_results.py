@@ -32,7 +32,7 @@ class _Result:
     weights: tuple[Tensor, ...]
 
 
-class Keeping(Protocol):
+class ResultStore(Protocol):
     """A store of layers' results."""
 
     def result(self, layer: nn.Module, x: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
@@ -116,11 +116,11 @@ class KeptResults:
         return None if place is None or _count(x) != self._versions[place] else place
 
 
-_open: ContextVar[Keeping | None] = ContextVar("quantkit_kept_results", default=None)
+_open: ContextVar[ResultStore | None] = ContextVar("quantkit_kept_results", default=None)
 
 
 @contextmanager
-def keeping(results: Keeping) -> Iterator[None]:
+def keeping(results: ResultStore) -> Iterator[None]:
     """Let layers offer their results, and read them, within the body (in this thread)."""
     token = _open.set(results)
     try:

@@ -19,9 +19,9 @@ from quantkit.numerics.scales import scale_of_amax
 from quantkit.numerics.scheme import Activation
 from quantkit.recipe.schema import Recipe
 from quantkit.recovery.straight_through_estimator import (
+    InputQuant,
     LayerQuant,
     QuantizedConv2d,
-    QuantizedInput,
     QuantizedLinear,
     QuantizeWeight,
 )
@@ -161,7 +161,7 @@ class FakeQuantLinear(FakeQuantLayer):
         if self.quant.scheme.activation is Activation.NONE:
             return functional.linear(smoothed.to(x.dtype), weight.to(x.dtype), self.bias)
         rows = smoothed.reshape(-1, x.shape[-1])
-        how = QuantizedInput(self.quant.scheme.input, self._input_scale(smoothed))
+        how = InputQuant(self.quant.scheme.input, self._input_scale(smoothed))
         y: Tensor = QuantizedLinear.apply(rows, weight, self.bias, how)
         return y.reshape(*x.shape[:-1], -1)
 
@@ -184,7 +184,7 @@ class FakeQuantConv2d(FakeQuantLayer):
             wide, narrow = padded.to(x.dtype), weight.to(x.dtype)
             return functional.conv2d(wide, narrow, self.bias, self.stride, 0, self.dilation)
         scale = self._input_scale(padded)
-        how = QuantizedInput(self.quant.scheme.input, scale, self.stride, self.dilation)
+        how = InputQuant(self.quant.scheme.input, scale, self.stride, self.dilation)
         y: Tensor = QuantizedConv2d.apply(padded, weight, self.bias, how)
         return y
 

@@ -15,7 +15,7 @@ from quantkit.models.source_tensors import read_tensor, source_tensors
 from quantkit.numerics.packed_2to4 import from_rows
 from quantkit.numerics.threads import surgery_threads
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
-from quantkit.sparsity.sparsegpt import Settled, Surgeon, naming, read_rows, settle_layer
+from quantkit.sparsity.sparsegpt import Surgeon, UpdatedLayer, naming, read_rows, settle_layer
 
 
 class UpdatedTensors(Mapping[str, Tensor]):
@@ -33,7 +33,7 @@ class UpdatedTensors(Mapping[str, Tensor]):
         self._layers = {x.name: x for x in list_layers(component) if x.name in self._masks}
         self._shards = {name: shard for name, (shard, _) in source_tensors(component).items()}
         #: the last layer, whose bias is next to its weight in the file
-        self._last: tuple[str, Settled] | None = None
+        self._last: tuple[str, UpdatedLayer] | None = None
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names."""
@@ -64,14 +64,14 @@ class UpdatedTensors(Mapping[str, Tensor]):
         bias = read_tensor(self._shards[name], name)
         return bias.float() + settled.bias_change.cpu()
 
-    def _settled(self, layer: Layer, mask: LayerMask) -> Settled:
+    def _settled(self, layer: Layer, mask: LayerMask) -> UpdatedLayer:
         if self._last is None or self._last[0] != layer.name:
             kept = mask.dense(layer.n, layer.k)
             found = self._surgeon.find(self._component, layer, kept)
             self._last = layer.name, found or self._operate(layer, mask, kept)
         return self._last[1]
 
-    def _operate(self, layer: Layer, mask: LayerMask, kept: Tensor) -> Settled:
+    def _operate(self, layer: Layer, mask: LayerMask, kept: Tensor) -> UpdatedLayer:
         moments = self._surgeon.moments(self._component, layer, mask.source_digest)
         rows, kept = read_rows(layer).to(self._surgeon.device), kept.to(self._surgeon.device)
         with surgery_threads(layer.k), naming(layer.name):

@@ -38,7 +38,7 @@ class LayerQuant:
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedInput:
+class InputQuant:
     """The quantization of an input, and the steps of a convolution's window."""
 
     fmt: NumberFormat
@@ -70,7 +70,7 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: QuantizedInput
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: InputQuant
     ) -> Tensor:
         """Return (M, N)."""
         narrow = weight.to(_compute_dtype(x))
@@ -97,7 +97,7 @@ class QuantizedConv2d(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: QuantizedInput
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: InputQuant
     ) -> Tensor:
         """Return (B, N, OH, OW)."""
         narrow = weight.to(_compute_dtype(x))
@@ -169,7 +169,7 @@ def _multiply_windows(windows: Tensor, scales: Tensor, rows: Tensor, fmt: Number
     return y
 
 
-def _window_amax(x: Tensor, kernel: torch.Size, how: QuantizedInput) -> Tensor:
+def _window_amax(x: Tensor, kernel: torch.Size, how: InputQuant) -> Tensor:
     """Return (B, OH, OW): the largest |x| of each window."""
     loudest = x.abs().amax(dim=1, keepdim=True)
     pooled = functional.max_pool2d(loudest, tuple(kernel), how.stride, 0, how.dilation)

@@ -83,7 +83,7 @@ def measure_sensitivity(
     chosen = tuple(prompts) if measure else ()
     with quiet_libraries():
         # Before the long work: a pipeline that does not run should not be found out after it.
-        rehearsed = Rehearsed.of(subject, chosen, target) if measure else None
+        rehearsed = TriedPipeline.of(subject, chosen, target) if measure else None
     layers = _measure_locally(subject, target, progress)
     about = SensitivityProvenance(
         model=str(subject.model.path),
@@ -118,7 +118,7 @@ def measure_sensitivity(
 
 
 @dataclass(frozen=True, eq=False)
-class Rehearsed:
+class TriedPipeline:
     """A loaded pipeline that was tried on prompts."""
 
     subject: MeasuredModel
@@ -129,7 +129,7 @@ class Rehearsed:
     @classmethod
     def of(
         cls, subject: MeasuredModel, prompts: Sequence[str], device: torch.device
-    ) -> "Rehearsed":
+    ) -> "TriedPipeline":
         """Load the pipeline, and try it.
 
         Raises:
@@ -155,11 +155,11 @@ class Rehearsed:
 class Probing:
     """A pipeline, and the latents that it ends with as it is."""
 
-    pipeline: Rehearsed
+    pipeline: TriedPipeline
     untouched: Tensor
 
     @classmethod
-    def start(cls, pipeline: Rehearsed, errors: AttentionErrors) -> "Probing":
+    def start(cls, pipeline: TriedPipeline, errors: AttentionErrors) -> "Probing":
         """Run the pipeline as it is, while errors of attention modules are taken."""
         with errors.listening(pipeline.denoiser):
             return cls(pipeline, pipeline.latents())

@@ -29,7 +29,7 @@ REFIT_STEPS = 30
 
 
 @dataclass(frozen=True, eq=False)
-class Settled:
+class UpdatedLayer:
     """One layer with its weights dropped and the others updated."""
 
     #: float32 (N, K), zero where nothing is kept
@@ -50,7 +50,9 @@ def target_moment(moments: Moments, *, bias: bool) -> Tensor:
     return moments.covariance if bias else moments.second
 
 
-def settle_layer(rows: Tensor, moments: Moments, mask: Tensor | Pattern, *, bias: bool) -> Settled:
+def settle_layer(
+    rows: Tensor, moments: Moments, mask: Tensor | Pattern, *, bias: bool
+) -> UpdatedLayer:
     """Drop weights, and let the kept ones and the bias make up for it.
 
     Args:
@@ -68,7 +70,7 @@ def settle_layer(rows: Tensor, moments: Moments, mask: Tensor | Pattern, *, bias
     refuse_non_finite(values)
     change = values - rows
     shift = -(change @ moments.mean) if bias else None
-    return Settled(values, kept, shift, lost_share(rows, change, moments, shift))
+    return UpdatedLayer(values, kept, shift, lost_share(rows, change, moments, shift))
 
 
 def refuse_non_finite(values: Tensor) -> None:
@@ -130,7 +132,7 @@ class Surgeon:
         """
         return self.hessians.read(component, layer, digest).to(self.device)
 
-    def leave(self, component: Component, layer: Layer, settled: Settled) -> None:
+    def leave(self, component: Component, layer: Layer, settled: UpdatedLayer) -> None:
         """Write a settled layer to the scratch folder, if there is one."""
         if self.scratch is None:
             return
@@ -140,7 +142,7 @@ class Surgeon:
         metadata = {"error": repr(settled.error)}
         save_file(tensors, _place(self.scratch, component, layer), metadata=metadata)
 
-    def find(self, component: Component, layer: Layer, mask: Tensor) -> Settled | None:
+    def find(self, component: Component, layer: Layer, mask: Tensor) -> UpdatedLayer | None:
         """Return what ``leave`` wrote for a layer with this mask, on the CPU; None: nothing."""
         if self.scratch is None or not _place(self.scratch, component, layer).is_file():
             return None
@@ -149,7 +151,7 @@ class Surgeon:
             error = float(file.metadata()["error"])
         if not torch.equal(found["mask"], mask.cpu()):
             return None
-        return Settled(found["rows"], found["mask"], found.get("bias_change"), error)
+        return UpdatedLayer(found["rows"], found["mask"], found.get("bias_change"), error)
 
 
 def _place(scratch: Path, component: Component, layer: Layer) -> Path:

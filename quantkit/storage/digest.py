@@ -18,7 +18,7 @@ _HEX = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True)
-class Claim:
+class ExpectedDigest:
     """The expected SHA-256 of a byte range of a file."""
 
     path: Path
@@ -53,9 +53,9 @@ class Claim:
 
 
 class Hashing:
-    """Claims that threads check while the caller does something else."""
+    """expected digests that threads check while the caller does something else."""
 
-    def __init__(self, claims: Sequence[Claim]) -> None:
+    def __init__(self, claims: Sequence[ExpectedDigest]) -> None:
         """Start; hashing releases the GIL, so threads run in parallel with the caller."""
         # The largest first, so that no thread is left alone with one at the end.
         ordered = sorted(claims, key=lambda claim: claim.start - claim.stop)

@@ -15,7 +15,7 @@ CACHES = ("kernels", SINGLE_FILES)
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheEntry:
     """One entry of a cache: a build of kernels, or a single file as a 16-bit pipeline."""
 
     #: one of CACHES
@@ -31,10 +31,10 @@ class Kept:
         return {"cache": self.cache, "path": str(self.path), "bytes": self.nbytes}
 
 
-def list_cache() -> tuple[Kept, ...]:
+def list_cache() -> tuple[CacheEntry, ...]:
     """Return what lies in the cache, the largest first."""
     found = [
-        Kept(cache, path, _bytes_of(path), path.stat().st_mtime)
+        CacheEntry(cache, path, _bytes_of(path), path.stat().st_mtime)
         for cache in CACHES
         for path in sorted((cache_directory() / cache).glob("*"))
         if path.is_dir() and not path.is_symlink()
@@ -42,7 +42,7 @@ def list_cache() -> tuple[Kept, ...]:
     return tuple(sorted(found, key=lambda kept: -kept.nbytes))
 
 
-def delete_from_cache(names: Sequence[str]) -> tuple[Kept, ...]:
+def delete_from_cache(names: Sequence[str]) -> tuple[CacheEntry, ...]:
     """Delete entries of the cache, which commands that run keep reading until they end.
 
     Args:
@@ -68,7 +68,7 @@ def delete_from_cache(names: Sequence[str]) -> tuple[Kept, ...]:
     return chosen
 
 
-def shrink_cache(most: int) -> tuple[Kept, ...]:
+def shrink_cache(most: int) -> tuple[CacheEntry, ...]:
     """Delete single files from the cache, those that were not opened for longest first.
 
     Nothing does so by itself: what another command is reading would go, too.

@@ -47,7 +47,7 @@ from quantkit.sensitivity.sensitivity_file import load_sensitivity
 from quantkit.storage.files import staged_directory, write_or_keep
 from quantkit.storage.places import check_directory, refuse_overlap
 from quantkit.workflow.arguments import ModelLike, PromptsLike, as_model, as_path, as_prompts
-from quantkit.workflow.onlooker import watched
+from quantkit.workflow.viewers import watched
 
 __all__ = [
     "Compared",
@@ -242,10 +242,10 @@ def evaluate(
     background = _background(calibration, sensitivity, settings)
     _rehearse([pair], pictures, place, progress)
     facts = LiveFacts(pair.title, pictures, tuple(commands))
-    with watched(path, facts, watch, progress, force=force) as onlooker:
+    with watched(path, facts, watch, progress, force=force) as viewers:
         baseline = baseline_of(
             pair.model, pictures, settings, backbones, place, dtype=pair.dtype,
-            viewer=onlooker.original, progress=onlooker.progress,
+            viewer=viewers.original, progress=viewers.progress,
         )  # fmt: skip
         report, pairs = evaluation.evaluate(
             pair,
@@ -253,12 +253,12 @@ def evaluate(
             limits=limits,
             commands=tuple(commands),
             background=background,
-            viewer=onlooker.packed,
-            progress=onlooker.progress,
+            viewer=viewers.packed,
+            progress=viewers.progress,
         )
         if path is not None:
             write = partial(
-                write_report, report, pairs, force=onlooker.force, pictures=settings.shown
+                write_report, report, pairs, force=viewers.force, pictures=settings.shown
             )
             write_or_keep(write, path)
     return report

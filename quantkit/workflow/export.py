@@ -69,7 +69,7 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True)
-class Wish:
+class ExportRequest:
     """A request for an export."""
 
     source: Source
@@ -93,7 +93,7 @@ class Wish:
 class Exporter:
     """A kind of output that models are exported to."""
 
-    plan: Callable[[Wish], Plan]
+    plan: Callable[[ExportRequest], Plan]
     #: the kinds that it comes in, after the colon
     variants: tuple[str, ...] = ()
     #: what a 16-bit model is quantized by unless told; "": it is not
@@ -106,53 +106,53 @@ class Exporter:
     encoders: bool = False
 
 
-def _plan_comfyui(target: Target) -> Callable[[Wish], Plan]:
-    def plan(wish: Wish) -> OneFile:
+def _plan_comfyui(target: Target) -> Callable[[ExportRequest], Plan]:
+    def plan(request: ExportRequest) -> OneFile:
         file = plan_comfyui(
-            wish.part.source,
+            request.part.source,
             target,
-            requantize=wish.requantize,
-            scheduler=scheduler_config(wish.source.model),
+            requantize=request.requantize,
+            scheduler=scheduler_config(request.source.model),
         )
-        return OneFile(file, wish.part.reference)
+        return OneFile(file, request.part.reference)
 
     return plan
 
 
-def _plan_single_file(wish: Wish) -> OneFile:
-    return OneFile(plan_single_file(wish.part.source), wish.part.reference)
+def _plan_single_file(request: ExportRequest) -> OneFile:
+    return OneFile(plan_single_file(request.part.source), request.part.reference)
 
 
-def _plan_fp8r(wish: Wish) -> OneFile:
-    file = plan_fp8r(wish.part.source, requantize=wish.requantize)
-    return OneFile(file, wish.part.reference)
+def _plan_fp8r(request: ExportRequest) -> OneFile:
+    file = plan_fp8r(request.part.source, requantize=request.requantize)
+    return OneFile(file, request.part.reference)
 
 
-def _plan_gguf(wish: Wish) -> Plan:
+def _plan_gguf(request: ExportRequest) -> Plan:
     return plan_gguf(
-        wish.part.source,
-        wish.variant,
-        convolutions=wish.convolutions,
-        requantize=wish.requantize,
+        request.part.source,
+        request.variant,
+        convolutions=request.convolutions,
+        requantize=request.requantize,
     )
 
 
-def _plan_sdnq(wish: Wish) -> DirectoryPlan:
+def _plan_sdnq(request: ExportRequest) -> DirectoryPlan:
     files = []
-    for part in wish.source.parts:
-        plan = plan_sdnq(part.source, requantize=wish.requantize)
+    for part in request.source.parts:
+        plan = plan_sdnq(part.source, requantize=request.requantize)
         name = f"{models.WEIGHTS}.safetensors"
         files.append(ComponentFile(part.folder, plan, name, sdnq_config(plan), part.reference))
-    return DirectoryPlan(wish.source.model, tuple(files))
+    return DirectoryPlan(request.source.model, tuple(files))
 
 
-def _plan_compressed_tensors(wish: Wish) -> DirectoryPlan:
+def _plan_compressed_tensors(request: ExportRequest) -> DirectoryPlan:
     files = []
-    for part in wish.source.parts:
-        plan = plan_compressed_tensors(part.source, requantize=wish.requantize)
+    for part in request.source.parts:
+        plan = plan_compressed_tensors(part.source, requantize=request.requantize)
         config = compressed_tensors_config(plan)
         files.append(ComponentFile(part.folder, plan, WEIGHTS, config, part.reference))
-    return DirectoryPlan(wish.source.model, tuple(files))
+    return DirectoryPlan(request.source.model, tuple(files))
 
 
 #: What ``to`` takes: a name, and for those with variants one of them after a colon.
@@ -223,20 +223,22 @@ def export(
         if exporter.directory:
             refuse_rest(source)
         asked = None if how is None else _recipe_of(exporter, recipe)
-        wish = Wish(source, variant, convolutions, requantize)
-        plan = _planned(exporter, wish, asked)
+        request = ExportRequest(source, variant, convolutions, requantize)
+        plan = _planned(exporter, request, asked)
         if dry_run:
             return plan.summary(place)
         if how is not None:
             quantized = quantized_source(model, how, place, progress)
-            plan = _planned(exporter, replace(wish, source=stack.enter_context(quantized)), asked)
+            plan = _planned(
+                exporter, replace(request, source=stack.enter_context(quantized)), asked
+            )
         return plan.write(place, force=force, progress=progress)
 
 
-def _planned(exporter: Exporter, wish: Wish, asked: Recipe | None) -> Plan:
+def _planned(exporter: Exporter, request: ExportRequest, asked: Recipe | None) -> Plan:
     """Return the plan of an output that holds what was asked for."""
-    plan = exporter.plan(wish)
-    refuse_other_formats(wish.source, plan.formats, recipe=asked, requantize=wish.requantize)
+    plan = exporter.plan(request)
+    refuse_other_formats(request.source, plan.formats, recipe=asked, requantize=request.requantize)
     return plan
 
 

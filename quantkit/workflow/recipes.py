@@ -14,7 +14,7 @@ from quantkit.workflow.arguments import ModelLike, RecipeLike, as_model, as_reci
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedRecipe:
     """A bundled recipe."""
 
     name: str
@@ -38,7 +38,7 @@ class Listed:
         return values
 
 
-def recipes(model: ModelLike | None = None) -> tuple[Listed, ...]:
+def recipes(model: ModelLike | None = None) -> tuple[ListedRecipe, ...]:
     """Return the bundled recipes; with a model the recommended ones, the best one first.
 
     Args:
@@ -85,6 +85,6 @@ def recipe_text(recipe: RecipeLike, model: ModelLike | None = None) -> str:
     return dump.recipe_text(chosen, {})
 
 
-def _listed(recipe: Recipe) -> Listed:
+def _listed(recipe: Recipe) -> ListedRecipe:
     needs = missing_artefacts(recipe, calibration=None, masks=None, hessians=None)
-    return Listed(recipe.name, recipe.description, needs)
+    return ListedRecipe(recipe.name, recipe.description, needs)

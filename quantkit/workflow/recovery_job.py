@@ -67,9 +67,9 @@ class Job:
         return self.output.with_name(f"{self.output.name}.recovery.html")
 
     @property
-    def keeping(self) -> distilling.Keeping:
+    def save(self) -> distilling.SaveSettings:
         """The file of the saved training, and how often it is written."""
-        return distilling.Keeping(self.file, _SAVED_EVERY, self.training.resume)
+        return distilling.SaveSettings(self.file, _SAVED_EVERY, self.training.resume)
 
     def refuse(self) -> None:
         """Refuse outputs that cannot be, before anything long begins."""
@@ -80,8 +80,8 @@ class Job:
 
         def write(path: Path) -> None:
             where = self.where
-            beside = where if where is None or path == self.output else path.with_name(where.name)
-            write_recovered(self.model, self.masks, recovered, path, beside, force=self.force)
+            masks_at = where if where is None or path == self.output else path.with_name(where.name)
+            write_recovered(self.model, self.masks, recovered, path, masks_at, force=self.force)
 
         write_or_keep(write, self.output)
         return Recovery(
@@ -116,7 +116,7 @@ def _distill(job: Job) -> Recovery | None:
 
     with page.open():
         recovered = distilling.recover(
-            task, settings, progress=job.progress, watch=watch, show=page.show, keeping=job.keeping
+            task, settings, progress=job.progress, watch=watch, show=page.show, save=job.save
         )
         if recovered.written_look is not None:
             page.name_written(recovered.written_look.step)

@@ -29,7 +29,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The smallest choice that passed, and all that were tried, in their order."""
 
     best: Trial
@@ -44,7 +44,7 @@ def search_ssim(
     least: float,
     device: torch.device,
     progress: Progress = silent,
-) -> Found:
+) -> SearchResult:
     """Bisect on the predicted error for the smallest choice whose pictures keep the SSIM.
 
     Layers compute under their treatments in plain PyTorch, with the codes and scales that packing
@@ -92,7 +92,7 @@ def search_ssim(
         raise QuantkitError(
             f"ssim {least:g}: the gentlest treatments reach {trials[-1].ssim:.4f}; ask for less"
         )
-    return Found(best, tuple(trials))
+    return SearchResult(best, tuple(trials))
 
 
 def predicted_errors(problems: Sequence[AssignmentProblem]) -> tuple[float, ...]:

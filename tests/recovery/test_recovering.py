@@ -27,9 +27,9 @@ from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import SparsityRecipe
 from quantkit.recovery.distill import student_training
 from quantkit.recovery.distill.distillation import (
-    Keeping,
     Look,
     RecoveryTask,
+    SaveSettings,
     _Gallery,
     ignore,
     recover,
@@ -74,9 +74,9 @@ def _points_are_many(monkeypatch):
     monkeypatch.setattr(student_training, "READ_EVERY", 2)
 
 
-def run(model, masks, settings, *, quantize=None, keeping=None, watch=ignore, show=ignore):
+def run(model, masks, settings, *, quantize=None, save=None, watch=ignore, show=ignore):
     task = RecoveryTask(model, masks, quantize, PROMPTS, "cpu")
-    return recover(task, settings, progress=silent, keeping=keeping, watch=watch, show=show)
+    return recover(task, settings, progress=silent, save=save, watch=watch, show=show)
 
 
 def test_loss_of_dense_fp8_is_what_packing_costs(model):
@@ -107,7 +107,7 @@ def test_masked_and_packed_is_what_is_trained(model, masks):
 @pytest.mark.parametrize("killed", [2, 8], ids=["young", "after the bank turned over"])
 def test_resumed_training_goes_on_as_if_it_had_not_ended(model, masks, tmp_path, killed):
     whole = run(model, masks, SHORT)
-    keeping = Keeping(tmp_path / "training.safetensors", every=1e-9)
+    save = SaveSettings(tmp_path / "training.safetensors", every=1e-9)
 
     def kill(point):
         # Before this point is saved: the one before it is what is left.
@@ -115,8 +115,8 @@ def test_resumed_training_goes_on_as_if_it_had_not_ended(model, masks, tmp_path,
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(model, masks, SHORT, keeping=keeping, watch=kill)
-    resumed = run(model, masks, SHORT, keeping=replace(keeping, resume=True))
+        run(model, masks, SHORT, save=save, watch=kill)
+    resumed = run(model, masks, SHORT, save=replace(save, resume=True))
     assert [p.step for p in resumed.points] == [1, 2, 4, 6, 8]
     assert [p.loss for p in resumed.points] == [p.loss for p in whole.points]
     assert resumed.aside > 0
@@ -124,7 +124,7 @@ def test_resumed_training_goes_on_as_if_it_had_not_ended(model, masks, tmp_path,
 
 
 def test_a_last_look_that_fails_costs_no_training(model, masks, tmp_path, monkeypatch):
-    keeping = Keeping(tmp_path / "training.safetensors", every=1e9)
+    save = SaveSettings(tmp_path / "training.safetensors", every=1e9)
 
     def fail(gallery, watcher, weights):
         if gallery.trainer.step == SHORT.steps:
@@ -132,16 +132,16 @@ def test_a_last_look_that_fails_costs_no_training(model, masks, tmp_path, monkey
 
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
         patched.setattr(_Gallery, "look", fail)
-        run(model, masks, SHORT, keeping=keeping)
+        run(model, masks, SHORT, save=save)
     whole = run(model, masks, SHORT)
     monkeypatch.setattr(student_training.Trainer, "_train", None)
-    resumed = run(model, masks, SHORT, keeping=replace(keeping, resume=True))
+    resumed = run(model, masks, SHORT, save=replace(save, resume=True))
     assert [p.loss for p in resumed.points] == [p.loss for p in whole.points]
     assert all(torch.equal(resumed.weights[n], whole.weights[n]) for n in whole.weights)
 
 
 def test_time_goes_on_where_it_was(model, masks, tmp_path):
-    keeping = Keeping(tmp_path / "training.safetensors", every=1e-9)
+    save = SaveSettings(tmp_path / "training.safetensors", every=1e-9)
     before = []
 
     def kill(point):
@@ -151,8 +151,8 @@ def test_time_goes_on_where_it_was(model, masks, tmp_path):
 
     timed = replace(SHORT, steps=6, seconds=1e4)
     with pytest.raises(KeyboardInterrupt):
-        run(model, masks, timed, keeping=keeping, watch=kill)
-    resumed = run(model, masks, timed, keeping=replace(keeping, resume=True))
+        run(model, masks, timed, save=save, watch=kill)
+    resumed = run(model, masks, timed, save=replace(save, resume=True))
     seconds = [p.seconds for p in resumed.points]
     assert seconds[:2] == before[:2]
     assert seconds == sorted(seconds)
@@ -170,14 +170,14 @@ def test_time_goes_on_where_it_was(model, masks, tmp_path):
     ids=["settings", "masks", "quantize"],
 )
 def test_other_training_is_not_resumed(model, masks, tmp_path, changes, text):
-    keeping = Keeping(tmp_path / "training.safetensors", every=1e-9)
+    save = SaveSettings(tmp_path / "training.safetensors", every=1e-9)
     few = replace(SHORT, steps=1, trajectories=2)
-    run(model, masks, replace(few, rate=1e-3), keeping=keeping)
+    run(model, masks, replace(few, rate=1e-3), save=save)
     given = {"settings": few, "masks": masks, "quantize": None} | changes
     given["settings"] = replace(given["settings"], steps=1, trajectories=2)
     with pytest.raises(ArtefactError, match=text):
         run(model, given["masks"], given["settings"], quantize=given["quantize"],
-            keeping=replace(keeping, resume=True))  # fmt: skip
+            save=replace(save, resume=True))  # fmt: skip
 
 
 def test_checkpoint_of_another_model_is_refused(tmp_path):
@@ -186,10 +186,10 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
 
 
 def test_damaged_checkpoint_is_refused(model, masks, tmp_path):
-    keeping = Keeping(tmp_path / "training.safetensors", every=1.0, resume=True)
-    keeping.path.write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    save = SaveSettings(tmp_path / "training.safetensors", every=1.0, resume=True)
+    save.path.write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     with pytest.raises(ArtefactError, match="not a quantkit_recovery file"):
-        run(model, masks, replace(SHORT, steps=1, trajectories=2), keeping=keeping)
+        run(model, masks, replace(SHORT, steps=1, trajectories=2), save=save)
 
 
 def test_saved_training_is_neither_lost_nor_invented(tmp_path):

@@ -134,7 +134,7 @@ def test_a_sensitivity_whose_pipeline_fails_leaves_the_errors_of_layers(
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(analyse.Rehearsed, "latents", fail)
+    monkeypatch.setattr(analyse.TriedPipeline, "latents", fail)
     with pytest.raises(MemoryError):
         quantkit.measure_sensitivity(
             pipeline_dir, recipe=recipe, calibration=calibration, prompts=PROMPTS, output=output

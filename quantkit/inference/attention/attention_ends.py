@@ -14,7 +14,7 @@ from quantkit.device.ops.attention.attention_codes import Y_FORMAT
 from quantkit.device.ops.table import attention_for, name_for
 from quantkit.inference.layers.fused_op import has_kernel
 from quantkit.inference.layers.prompts import is_plain
-from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.inference.layers.torch_operators import OPERATORS, operator_for
 from quantkit.numerics.formats import E4M3FN
 
@@ -36,7 +36,7 @@ class HeadProduct(NamedTuple):
         )
         return y
 
-    def read_by(self, layer: Any) -> Tensor | Normed:
+    def read_by(self, layer: Any) -> Tensor | QuantizedInput:
         """Return the result, (B, T, H * D), as codes if the layer that alone reads it takes them.
 
         Args:
@@ -48,7 +48,7 @@ class HeadProduct(NamedTuple):
         smooth, scale = layer.smooth_and_scale
         codes: Tensor = attend(*self.operands, smooth, scale, *self.options)
         shape, dtype = codes.flatten(2).shape, self.options[4]
-        return Normed(codes.reshape(-1, layer.k), scale, shape, dtype)
+        return QuantizedInput(codes.reshape(-1, layer.k), scale, shape, dtype)
 
     @property
     def _qk_format(self) -> str:

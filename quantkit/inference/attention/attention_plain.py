@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quantkit.inference.attention.attention_call import AttentionSettings, attend
 from quantkit.inference.attention.attention_heads import Part, Stream, computed
-from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.models.attention_modules import AttentionCall, Heads
 
 
@@ -26,13 +26,17 @@ class PlainAttention(NamedTuple):
     #: of codes that are made of each call's heads; None: torch multiplies in 16 bit
     settings: AttentionSettings | None
 
-    def attend_to_itself(self, x: Tensor | Normed) -> Tensor | None:
+    def attend_to_itself(self, x: Tensor | QuantizedInput) -> Tensor | None:
         """Return None: projections stay what they are."""
         del x
         return None
 
     def takes(
-        self, tokens: int, like: Tensor | Normed, mask: Tensor | None = None, rotary: Any = None
+        self,
+        tokens: int,
+        like: Tensor | QuantizedInput,
+        mask: Tensor | None = None,
+        rotary: Any = None,
     ) -> bool:
         """Tell whether nothing but projections and a product is computed."""
         del tokens, like

@@ -30,8 +30,8 @@ from quantkit.inference.attention.attention_plain import PlainAttention
 from quantkit.inference.attention.attention_wide import NORMS, WideAttention
 from quantkit.inference.attention.coded_projections import joint_of, joint_product
 from quantkit.inference.attention.head_factors import factors_of
-from quantkit.inference.layers.head_scales import Folds, scales_of
-from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.head_scales import FoldedScales, scales_of
+from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.numerics.formats import E4M3FN
 
@@ -85,11 +85,11 @@ class _CodedAttention(NamedTuple):
     module: Any
     settings: AttentionSettings
     scales: AttentionScales
-    folds: Folds | None
+    folds: FoldedScales | None
     #: one pass may make its heads in 16 bit
     has_joint_heads: bool
 
-    def attend_to_itself(self, x: Tensor) -> Tensor | Normed | None:
+    def attend_to_itself(self, x: Tensor) -> Tensor | QuantizedInput | None:
         """Return attention of an input to itself, where its projections are one launch.
 
         It is for the output projection. None where projections are more launches, or torch's
@@ -131,7 +131,7 @@ class _CodedAttention(NamedTuple):
         mask: Tensor | None = None,
         *,
         reader: Any = None,
-    ) -> Tensor | Normed | None:
+    ) -> Tensor | QuantizedInput | None:
         """Return attention over the tokens of all streams, one after another: (B, T, H * D).
 
         None where gradients are enabled.
@@ -277,7 +277,7 @@ def _side_by_side(x: Tensor, count: int) -> list[Projection]:
     return [Projection(x, x.shape[-1] // count * i) for i in range(count)]
 
 
-def _out(attn: Any, y: Tensor | Normed) -> Tensor:
+def _out(attn: Any, y: Tensor | QuantizedInput) -> Tensor:
     """Return the result of the output projection and dropout."""
     projection, dropout = attn.to_out[0], attn.to_out[1]
     result: Tensor = dropout(projection(y))

@@ -20,7 +20,7 @@ from quantkit.inference.attention.attention_call import AttentionSettings, atten
 from quantkit.inference.attention.attention_heads import Projection, Stream, computed
 from quantkit.inference.layers.fused_op import has_kernel
 from quantkit.inference.layers.modules import is_watched
-from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.inference.layers.torch_operators import OPERATORS
 from quantkit.models.attention_modules import AttentionCall, Heads
 from quantkit.numerics.attention_limits import takes_heads
@@ -40,7 +40,11 @@ class WideAttention(NamedTuple):
     settings: AttentionSettings | None
 
     def takes(
-        self, tokens: int, like: Tensor | Normed, mask: Tensor | None = None, rotary: Any = None
+        self,
+        tokens: int,
+        like: Tensor | QuantizedInput,
+        mask: Tensor | None = None,
+        rotary: Any = None,
     ) -> bool:
         """Tell whether one operation makes the heads."""
         del mask
@@ -117,7 +121,7 @@ class WideAttention(NamedTuple):
         return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
-def _are_known(norms: Sequence[Any], size: int, like: Tensor | Normed) -> bool:
+def _are_known(norms: Sequence[Any], size: int, like: Tensor | QuantizedInput) -> bool:
     """Tell whether all norms are equal RMS norms of heads without hooks."""
     found = [norm for norm in norms if norm is not None]
     return len({getattr(norm, "eps", None) for norm in found}) <= 1 and all(
@@ -125,7 +129,7 @@ def _are_known(norms: Sequence[Any], size: int, like: Tensor | Normed) -> bool:
     )
 
 
-def _is_rms(norm: Any, size: int, like: Tensor | Normed) -> bool:
+def _is_rms(norm: Any, size: int, like: Tensor | QuantizedInput) -> bool:
     if type(norm) not in {RMSNorm, nn.RMSNorm} or getattr(norm, "bias", None) is not None:
         return False
     weight = norm.weight

@@ -14,10 +14,10 @@ from quantkit.device.ops.table import is_operation, name_for
 from quantkit.inference.attention.attention_ends import HeadProduct
 from quantkit.inference.attention.attention_heads import Shape, has_kernel
 from quantkit.inference.attention.fused_qkv import why_apart
-from quantkit.inference.layers.head_scales import Folds, HeadScales
+from quantkit.inference.layers.head_scales import FoldedScales, HeadScales
 from quantkit.inference.layers.modules import PackedLinear
 from quantkit.inference.layers.prompts import is_plain
-from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.numerics.attention_factors import score_factor, unit_factors, with_padding
 from quantkit.numerics.attention_scales import AttentionScales
 from quantkit.numerics.formats import E4M3FN
@@ -25,13 +25,13 @@ from quantkit.numerics.formats import E4M3FN
 _NAMES = ("to_q", "to_k", "to_v")
 
 
-class Joint(NamedTuple):
+class JointProjections(NamedTuple):
     """The projections of an attention module, and what they end in codes with."""
 
     q: PackedLinear
     k: PackedLinear
     v: PackedLinear
-    folds: Folds
+    folds: FoldedScales
 
 
 def install(model: nn.Module) -> None:
@@ -42,7 +42,9 @@ def install(model: nn.Module) -> None:
             child.keep(_folded(module, child().scales))
 
 
-def joint_of(module: Any, folds: Folds | None, device: torch.device) -> Joint | None:
+def joint_of(
+    module: Any, folds: FoldedScales | None, device: torch.device
+) -> JointProjections | None:
     """Return the projections of a module that are one launch on ``device``; None where not."""
     if folds is None:
         return None
@@ -50,10 +52,10 @@ def joint_of(module: Any, folds: Folds | None, device: torch.device) -> Joint | 
     # Adapters take a layer's place after the model was loaded.
     if not all(map(is_plain, (q, k, v))) or not has_kernel(_operation(q), str(device), q.k):
         return None
-    return Joint(q, k, v, folds)
+    return JointProjections(q, k, v, folds)
 
 
-def joint_product(joint: Joint, x: Tensor | Normed, shape: Shape) -> HeadProduct:
+def joint_product(joint: JointProjections, x: Tensor | QuantizedInput, shape: Shape) -> HeadProduct:
     """Return attention of an input (B, T, K) to itself on e4m3fn codes."""
     q, k, v, folds = joint
     codes, keys, values = q.codes_of_heads(x, (k, v), folds, shape.heads)
@@ -64,7 +66,7 @@ def joint_product(joint: Joint, x: Tensor | Normed, shape: Shape) -> HeadProduct
 
 
 @torch.no_grad()
-def _folded(module: Any, scales: AttentionScales) -> Folds | None:
+def _folded(module: Any, scales: AttentionScales) -> FoldedScales | None:
     layers = [getattr(module, name, None) for name in _NAMES]
     if not all(map(is_plain, layers)) or scales.key_mean.is_meta:
         return None
@@ -84,7 +86,7 @@ def _folded(module: Any, scales: AttentionScales) -> Folds | None:
     scale = torch.stack([scale for scale, _ in pairs])
     bias = [scale[0].new_zeros(first.n) if offset is None else offset for _, offset in pairs]
     wide = with_padding(scales)
-    return Folds(scale, torch.stack(bias), wide.value_scale, wide.value_mean)
+    return FoldedScales(scale, torch.stack(bias), wide.value_scale, wide.value_mean)
 
 
 def _is_joint(layer: PackedLinear) -> bool:

@@ -19,7 +19,7 @@ _KEPT = "quantkit_factors"
 _FIXED = "quantkit_fixed_factors"
 
 
-class Kept:
+class FactorCache:
     """Factors cached with the scales that they follow from; a copy of the module starts empty."""
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class Kept:
             self._entries[qk_format] = (tuple(map(version_of, tensors)), made)
         return made
 
-    def __deepcopy__(self, memo: object) -> "Kept":
-        return Kept()
+    def __deepcopy__(self, memo: object) -> "FactorCache":
+        return FactorCache()
 
-    def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
-        return Kept, ()
+    def __reduce__(self) -> tuple[type["FactorCache"], tuple[()]]:
+        return FactorCache, ()
 
 
 def fix_factors(module: Any, scales: AttentionScales, qk_format: str) -> None:
@@ -65,5 +65,5 @@ def factors_of(module: Any, scales: AttentionScales, qk_format: str) -> HeadFact
     if not is_unseen(scales.key_mean):
         fixed: dict[str, HeadFactors] = vars(child).get(_FIXED, {})
         return fixed.get(qk_format)
-    kept: Kept = vars(child).setdefault(_KEPT, Kept())
+    kept: FactorCache = vars(child).setdefault(_KEPT, FactorCache())
     return kept.find(scales, qk_format)

@@ -19,7 +19,7 @@ from quantkit.inference.layers.compiler_fuses import is_fused
 from quantkit.inference.layers.fused_op import has_kernel, pays
 from quantkit.inference.layers.modules import is_watched
 from quantkit.inference.layers.prompts import is_plain
-from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.inference.layers.torch_operators import operator_for
 
 #: torch's name of a gelu -> the operation's.
@@ -37,7 +37,7 @@ def word_of(activation: Any) -> str | None:
 
 
 def is_one_pass(
-    activation: Any, reader: Any, x: Tensor | Normed, beside: Tensor | None = None
+    activation: Any, reader: Any, x: Tensor | QuantizedInput, prefix: Tensor | None = None
 ) -> bool:
     """Tell whether one operation computes an activation and the codes that a layer reads.
 
@@ -45,9 +45,9 @@ def is_one_pass(
         activation: has a word, and nobody waits for its call.
         reader: what reads it alone.
         x: what is activated, or what that is made of.
-        beside: what stands left of it.
+        prefix: what stands left of it.
     """
-    if not _can_end(activation, reader) or is_fused(x) or not _fit(x, reader, beside):
+    if not _can_end(activation, reader) or is_fused(x) or not _fit(x, reader, prefix):
         return False
     name = name_for("gelu_codes", reader.scheme.input.name)
     found: bool = has_kernel(name, str(x.device), reader.k)
@@ -55,7 +55,11 @@ def is_one_pass(
 
 
 def is_one_product(
-    layer: Any, activation: Any, reader: Any, x: Tensor | Normed, beside: Tensor | None = None
+    layer: Any,
+    activation: Any,
+    reader: Any,
+    x: Tensor | QuantizedInput,
+    prefix: Tensor | None = None,
 ) -> bool:
     """Tell whether one operation computes a layer, the activation after it, and its codes.
 
@@ -64,9 +68,9 @@ def is_one_product(
         activation: has a word, and nobody waits for its call.
         reader: what reads it alone.
         x: the layer's input.
-        beside: what stands left of the activation.
+        prefix: what stands left of the activation.
     """
-    if not is_plain(layer) or not _can_end(activation, reader) or not _fit(x, reader, beside):
+    if not is_plain(layer) or not _can_end(activation, reader) or not _fit(x, reader, prefix):
         return False
     kinds = (layer.scheme.input, reader.scheme.input)
     # A kernel writes codes of the kind that it reads.
@@ -91,35 +95,43 @@ def _can_end(activation: Any, reader: Any) -> bool:
     return takes
 
 
-def _fit(x: Tensor | Normed, reader: Any, beside: Tensor | None) -> bool:
-    if beside is None:
+def _fit(x: Tensor | QuantizedInput, reader: Any, prefix: Tensor | None) -> bool:
+    if prefix is None:
         return True
-    odd = beside.shape[-1] % ALIGNED or reader.k % ALIGNED
-    return not odd and beside.dtype is x.dtype
+    odd = prefix.shape[-1] % ALIGNED or reader.k % ALIGNED
+    return not odd and prefix.dtype is x.dtype
 
 
-def activated(activation: Any, reader: Any, x: Tensor, beside: Tensor | None = None) -> Normed:
+def activated(
+    activation: Any, reader: Any, x: Tensor, prefix: Tensor | None = None
+) -> QuantizedInput:
     """Return the codes of an activation, where ``is_one_pass``.
 
     Args:
         activation: what is computed.
         reader: what reads the codes, of K columns.
-        x: (..., K), or what is right of ``beside``.
-        beside: is quantized as it is, and stands left.
+        x: (..., K), or what is right of ``prefix``.
+        prefix: is quantized as it is, and stands left.
     """
     smooth, scale = reader.smooth_and_scale
     name = reader.scheme.input.name
     rows = x.reshape(-1, x.shape[-1])
-    left = None if beside is None else beside.reshape(-1, beside.shape[-1])
+    left = None if prefix is None else prefix.reshape(-1, prefix.shape[-1])
     codes: Tensor = operator_for("gelu_codes", name)(
         rows, left, smooth, scale, word_of(activation), name
     )
-    return Normed(codes, scale, x.shape[:-1] + codes.shape[1:], x.dtype)
+    return QuantizedInput(codes, scale, x.shape[:-1] + codes.shape[1:], x.dtype)
 
 
 def projected(
-    layer: Any, activation: Any, reader: Any, x: Tensor | Normed, beside: Tensor | None = None
-) -> Normed:
+    layer: Any,
+    activation: Any,
+    reader: Any,
+    x: Tensor | QuantizedInput,
+    prefix: Tensor | None = None,
+) -> QuantizedInput:
     """Return the codes of a layer's activation, where ``is_one_product``; else as ``activated``."""
-    codes = layer.activated_codes(x, reader, word_of(activation), beside)
-    return Normed(codes, reader.static_scale, torch.Size((*x.shape[:-1], reader.k)), x.dtype)
+    codes = layer.activated_codes(x, reader, word_of(activation), prefix)
+    return QuantizedInput(
+        codes, reader.static_scale, torch.Size((*x.shape[:-1], reader.k)), x.dtype
+    )

@@ -25,7 +25,7 @@ from quantkit.inference.blocks.activation_codes import (
 )
 from quantkit.inference.layers.fused_op import has_kernel
 from quantkit.inference.layers.modules import PackedLinear, is_watched
-from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.numerics.granularity import PerGroup
 
 
@@ -40,7 +40,7 @@ class GatedFeedForward(FeedForward):  # type: ignore[misc]  # diffusers' own cla
         else:
             codes, rows = up.gated_codes(hidden_states, down), hidden_states.shape[:-1]
             shape = torch.Size((*rows, down.k))
-            y = down(Normed(codes, down.static_scale, shape, hidden_states.dtype))
+            y = down(QuantizedInput(codes, down.static_scale, shape, hidden_states.dtype))
         return y
 
 

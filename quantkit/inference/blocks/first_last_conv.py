@@ -47,7 +47,7 @@ class LastConv2d(nn.Conv2d):
         return super().forward(input).contiguous()
 
 
-class Activated(NamedTuple):
+class ActivatedOutput(NamedTuple):
     """A norm's output with the activation applied, passed to the activation module."""
 
     y: Tensor
@@ -58,19 +58,19 @@ class LastGroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as torch names it
         """Return the norm, or to a ``LastSiLU`` what that is to return."""
-        behind: nn.Module = getattr(self, _BEHIND)[0]
-        if not _is_one_pass(self, behind, input):
+        activation: nn.Module = getattr(self, _BEHIND)[0]
+        if not _is_one_pass(self, activation, input):
             return super().forward(input)
         # Nothing but the activation sees it.
-        return cast("Tensor", Activated(norm_pictures(self, input, "silu")))
+        return cast("Tensor", ActivatedOutput(norm_pictures(self, input, "silu")))
 
 
 class LastSiLU(nn.SiLU):
     """A SiLU that the norm before it may have computed."""
 
-    def forward(self, input: Tensor | Activated) -> Tensor:  # noqa: A002  as torch names it
+    def forward(self, input: Tensor | ActivatedOutput) -> Tensor:  # noqa: A002  as torch names it
         """Return the activation of ``input``."""
-        y: Tensor = input.y if isinstance(input, Activated) else super().forward(input)
+        y: Tensor = input.y if isinstance(input, ActivatedOutput) else super().forward(input)
         return y
 
 
@@ -112,10 +112,10 @@ def _ends_of(model: nn.Module) -> Iterator[tuple[Any, type[nn.Module]]]:
             yield module, plain
 
 
-def _is_one_pass(norm: LastGroupNorm, behind: nn.Module, x: Tensor) -> bool:
+def _is_one_pass(norm: LastGroupNorm, activation: nn.Module, x: Tensor) -> bool:
     """Tell whether one operation computes a norm and the activation after it."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
         return False
-    if type(behind) is not LastSiLU or is_watched(norm) or is_watched(behind):
+    if type(activation) is not LastSiLU or is_watched(norm) or is_watched(activation):
         return False
     return x.ndim == 4 and takes_channels(norm, x) and has_picture_kernel("group_norm", x.device)

@@ -20,7 +20,7 @@ from quantkit.device.choosing import supposed
 from quantkit.device.ops.table import name_for
 from quantkit.inference.layers.fused_op import has_kernel
 from quantkit.inference.layers.modules import PackedLinear, is_watched
-from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.inference.layers.torch_operators import operator_for
 
 #: Parts that belong to a layer's input.
@@ -83,7 +83,7 @@ def layer_normed(
     x: Tensor,
     branch: Branch | None = None,
     modulation: Modulation | None = None,
-) -> tuple[Tensor, Tensor | Normed]:
+) -> tuple[Tensor, Tensor | QuantizedInput]:
     """Return the sum that is normed, and its norm for the layers that read it.
 
     Args:
@@ -125,10 +125,10 @@ def _is_one_pass(norm: Any, reader: PackedLinear, x: Tensor, modulation: Modulat
 
 def _in_one_pass(
     norm: nn.LayerNorm, reader: PackedLinear, x: Tensor, modulation: Modulation | None
-) -> Normed:
+) -> QuantizedInput:
     operator = operator_for("layer_norm_codes", reader.scheme.input.name)
     codes: Tensor = operator(_rows(x), *_between(norm, reader, modulation))
-    return Normed(codes, reader.static_scale, x.shape, x.dtype)
+    return QuantizedInput(codes, reader.static_scale, x.shape, x.dtype)
 
 
 def _summed_in_one_pass(
@@ -137,12 +137,12 @@ def _summed_in_one_pass(
     x: Tensor,
     branch: Branch,
     modulation: Modulation | None,
-) -> tuple[Tensor, Normed]:
+) -> tuple[Tensor, QuantizedInput]:
     """Return the sum, and the codes of its norm."""
     operator = operator_for("sum_norm_codes", reader.scheme.input.name)
     others = _between(norm, reader, modulation)
     total, codes = operator(_rows(x), _rows(branch.x), branch.gate, *others)
-    return total.reshape(x.shape), Normed(codes, reader.static_scale, x.shape, x.dtype)
+    return total.reshape(x.shape), QuantizedInput(codes, reader.static_scale, x.shape, x.dtype)
 
 
 def _between(

@@ -17,9 +17,9 @@ from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import name_for
 from quantkit.inference.blocks.norm_codes import Branch
 from quantkit.inference.layers.fused_op import has_kernel
-from quantkit.inference.layers.modules import Adding, PackedConv2d, is_watched
+from quantkit.inference.layers.modules import PackedConv2d, ReplacedForward, is_watched
 from quantkit.inference.layers.prompts import is_plain
-from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation
 
@@ -44,7 +44,7 @@ def adds(layer: Any, x: Tensor, gate: Tensor | None = None) -> bool:
     return found
 
 
-class Sum(Adding):
+class Sum(ReplacedForward):
     """``x + gate * y``, y what attention or a network makes of something inside a ``with``."""
 
     def __init__(self, layer: Any, x: Tensor, gate: Tensor | None = None) -> None:
@@ -71,7 +71,7 @@ class Sum(Adding):
         if self._layer is not None and vars(self._layer).get("forward") is self:
             del vars(self._layer)["forward"]
 
-    def __call__(self, input: Tensor | Normed) -> Tensor:  # noqa: A002  as PackedLinear
+    def __call__(self, input: Tensor | QuantizedInput) -> Tensor:  # noqa: A002  as PackedLinear
         """Return the sum, in place of the layer's ``forward``."""
         layer, x = self._layer, self.x
         fits = input.dtype is x.dtype and (*input.shape[:-1], layer.n) == x.shape

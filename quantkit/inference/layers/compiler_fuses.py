@@ -10,13 +10,13 @@ from torch import Tensor
 
 from quantkit.device.archs import Toolchain
 from quantkit.device.choosing import supposed
-from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.quantized_input import QuantizedInput
 
 #: NVIDIA's first compute capability with instructions that convert to FP8.
 _FIRST_FP8 = (8, 9)
 
 
-def is_fused(x: Tensor | Normed) -> bool:
+def is_fused(x: Tensor | QuantizedInput) -> bool:
     """Tell whether an input like ``x`` is quantized by what torch.compile makes of plain PyTorch.
 
     Only on NVIDIA GPUs that convert to FP8 themselves: no Radeon card was at hand to see what

@@ -12,7 +12,7 @@ from quantkit.inference.layers.timestep_buckets import apply_keeping_dtype
 from quantkit.numerics.attention_scales import SHAPES, AttentionScales
 
 
-class Folds(NamedTuple):
+class FoldedScales(NamedTuple):
     """Folded scales and biases of projections that write codes, and of values; float32."""
 
     #: (3, N) each: of queries, keys and values, factors and means of heads in them
@@ -28,7 +28,7 @@ class StaticScales(NamedTuple):
 
     scales: AttentionScales
     #: None where its projections have not been folded
-    folds: Folds | None
+    folds: FoldedScales | None
 
 
 class HeadScales(nn.Module):
@@ -53,7 +53,7 @@ class HeadScales(nn.Module):
         found: Tensor = getattr(self, name)
         return found
 
-    def keep(self, folds: Folds | None) -> None:
+    def keep(self, folds: FoldedScales | None) -> None:
         """Keep what follows from the scales and the module's layers."""
         for name, tensor in zip(_FOLDS, folds or (None,) * len(_FOLDS), strict=True):
             setattr(self, name, tensor)
@@ -62,14 +62,14 @@ class HeadScales(nn.Module):
         """Return them; a call, so that what offloads modules brings them back."""
         scales = AttentionScales(*(getattr(self, part) for part in SHAPES))
         first, *others = (getattr(self, name) for name in _FOLDS)
-        return StaticScales(scales, None if first is None else Folds(first, *others))
+        return StaticScales(scales, None if first is None else FoldedScales(first, *others))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature
         return apply_keeping_dtype(self, super()._apply, fn, recurse=recurse)
 
 
 #: Names of the tensors that follow from others.
-_FOLDS = tuple(f"folded_{name}" for name in Folds._fields)
+_FOLDS = tuple(f"folded_{name}" for name in FoldedScales._fields)
 
 
 def install(model: nn.Module, static: Mapping[str, HeadShape]) -> set[str]:

@@ -20,11 +20,11 @@ from quantkit.device.gpu.fixed import TwoKernels
 from quantkit.device.ops.call import prepared
 from quantkit.device.ops.table import name_for
 from quantkit.errors import CheckpointError, ShapeError
-from quantkit.inference.layers.head_scales import Folds
+from quantkit.inference.layers.head_scales import FoldedScales
 from quantkit.inference.layers.input_codes import Coded, quantize_input
 from quantkit.inference.layers.launch_cache import addresses_of, key_of
 from quantkit.inference.layers.packed_layer import PackedLayer
-from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.inference.layers.timestep_buckets import TimestepBuckets
 from quantkit.inference.layers.torch_operators import OPERATORS, operator_for
 from quantkit.inference.layers.weight_only_layers import are_few, why_dequantized
@@ -53,7 +53,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         alone = scheme.activation is Activation.NONE
         self._takes_few = alone and not why_dequantized(self.dense_shape, scheme)
 
-    def __call__(self, input: Tensor | Normed, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  as forward
+    def __call__(self, input: Tensor | QuantizedInput, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  as forward
         """Return ``forward``'s answer: at once where it is known, and nobody waits for the call.
 
         What nn.Module asks before it calls ``forward`` takes the host longer than a launch.
@@ -63,7 +63,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
             return direct(input)
         return super().__call__(input, *args, **kwargs)
 
-    def forward(self, input: Tensor | Normed) -> Tensor:  # noqa: A002  some models name it, as torch does
+    def forward(self, input: Tensor | QuantizedInput) -> Tensor:  # noqa: A002  some models name it, as torch does
         """Return ``input @ weight.T + bias``."""
         x = input
         key = key_of(x)
@@ -72,7 +72,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
             return found
         if x.shape[-1] != self.k:
             raise ShapeError(f"{self.name}: input {list(x.shape)}, expected (..., {self.k})")
-        if isinstance(x, Normed):
+        if isinstance(x, QuantizedInput):
             return self._multiply(x[:2], x.dtype).reshape(*x.shape[:-1], self.n)
         if self.scheme.activation is Activation.NONE:
             return self._weight_only_forward(_smoothed(x, self.input_smooth))
@@ -113,7 +113,9 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         y: Tensor = OPERATORS["gemm_w16"](rows, codes, factors, scale, bias, name)
         return y.reshape(*x.shape[:-1], self.n)
 
-    def add_to(self, x: Tensor | Normed, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+    def add_to(
+        self, x: Tensor | QuantizedInput, residual: Tensor, gate: Tensor | None = None
+    ) -> Tensor:
         """Return ``residual + gate * forward(x)``, rounded once, where ``quantizes_input``.
 
         Args:
@@ -134,17 +136,17 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         """True when inputs become codes."""
         return self.scheme.activation is not Activation.NONE
 
-    def as_codes(self, x: Tensor) -> Normed:
+    def as_codes(self, x: Tensor) -> QuantizedInput:
         """Return the codes of an input (..., K), of a layer that ``quantizes_input``."""
-        return Normed(*self._coded(x), x.shape, x.dtype)
+        return QuantizedInput(*self._coded(x), x.shape, x.dtype)
 
-    def _coded(self, x: Tensor | Normed) -> Coded:
+    def _coded(self, x: Tensor | QuantizedInput) -> Coded:
         """Return the codes of an input (..., K), and their scale."""
-        if isinstance(x, Normed):
+        if isinstance(x, QuantizedInput):
             return x[:2]
         return self._quantize(x.reshape(-1, self.k).contiguous())
 
-    def gated_codes(self, x: Tensor | Normed, target: "PackedLinear") -> Tensor:
+    def gated_codes(self, x: Tensor | QuantizedInput, target: "PackedLinear") -> Tensor:
         """Return ``target``'s input of what GEGLU makes of this layer's output.
 
         Args:
@@ -165,7 +167,11 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         return gated
 
     def activated_codes(
-        self, x: Tensor | Normed, target: "PackedLinear", activation: str, beside: Tensor | None
+        self,
+        x: Tensor | QuantizedInput,
+        target: "PackedLinear",
+        activation: str,
+        prefix: Tensor | None,
     ) -> Tensor:
         """Return ``target``'s input of what an activation makes of this layer's output.
 
@@ -173,12 +179,12 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
             x: (..., K), of a layer that ``writes_codes``.
             target: a layer that ``takes_parts``.
             activation: of ``device.ops.activations``.
-            beside: (..., L) of x's dtype, left of the activation; or None.
+            prefix: (..., L) of x's dtype, left of the activation; or None.
 
         Returns:
             (M, L + N) uint8 codes.
         """
-        rows = None if beside is None else beside.reshape(-1, beside.shape[-1])
+        rows = None if prefix is None else prefix.reshape(-1, prefix.shape[-1])
         weights = (*self.stored(), self._weight("weight_scale"), self._bias(x.dtype))
         kinds = (self.scheme.input.name, self.scheme.codes.name)
         project = operator_for("project_gelu", *kinds, sparse=self.scheme.sparsity is not None)
@@ -198,7 +204,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         """Smoothing and scale of a static input: float32 (K,), and () or (1,)."""
         return self._part("input_smooth"), self.static_scale
 
-    def codes_of_parts(self, parts: Sequence[Tensor]) -> Normed:
+    def codes_of_parts(self, parts: Sequence[Tensor]) -> QuantizedInput:
         """Return the codes of inputs (..., .) side by side, of a layer that ``takes_parts``."""
         smooth, scale = self.smooth_and_scale
         ends = list(accumulate(part.shape[-1] for part in parts))
@@ -212,7 +218,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
             for x, end in zip(parts, ends, strict=True)
         ]
         shape = torch.Size((*parts[0].shape[:-1], self.k))
-        return Normed(torch.cat(codes, dim=1), scale, shape, parts[0].dtype)
+        return QuantizedInput(torch.cat(codes, dim=1), scale, shape, parts[0].dtype)
 
     def multiply_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``forward`` of an input (M, K) that is given as ``gated_codes``: (M, N)."""
@@ -224,7 +230,12 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         return self.quantizes_input and not isinstance(self.scheme.granularity, PerGroup)
 
     def head_codes(
-        self, x: Tensor | Normed, family: str, heads: int, mean: Tensor | None, factor: Tensor
+        self,
+        x: Tensor | QuantizedInput,
+        family: str,
+        heads: int,
+        mean: Tensor | None,
+        factor: Tensor,
     ) -> Tensor:
         """Return e4m3fn codes of ``(forward(x) - mean) * factor`` by head; see the operations.
 
@@ -259,7 +270,11 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         return scale, None if offset is None else offset * factor
 
     def codes_of_heads(
-        self, x: Tensor | Normed, others: Sequence["PackedLinear"], folds: Folds, heads: int
+        self,
+        x: Tensor | QuantizedInput,
+        others: Sequence["PackedLinear"],
+        folds: FoldedScales,
+        heads: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return codes of queries, keys and values of one input; see ``project_heads``.
 
@@ -369,7 +384,7 @@ def pack_module(
     return PackedConv2d(name, scheme, dense, buckets)
 
 
-class Adding:
+class ReplacedForward:
     """The base of callables that replace a layer's ``forward`` to add its product to a residual."""
 
 
@@ -377,7 +392,7 @@ def is_watched(layer: nn.Module) -> bool:
     """Tell whether somebody waits for a call of the layer: hooks, or what offloads it."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
     own = layer.__dict__
-    return bool(hooks) or ("forward" in own and not isinstance(own["forward"], Adding))
+    return bool(hooks) or ("forward" in own and not isinstance(own["forward"], ReplacedForward))
 
 
 def _is_alone(layer: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from quantkit.device.backends import forced, sums_are_fast
 from quantkit.inference.layers.layer_summary import iterate_packed
 from quantkit.inference.layers.modules import PackedLinear, is_watched
-from quantkit.inference.layers.quantized_input import Normed
+from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.pipelines.kept_results import kept_result
 from quantkit.pipelines.versions import Version, same_versions, version_of
 
@@ -61,17 +61,17 @@ class _Entry:
             self.version, self.result = result._version, result  # noqa: SLF001  as above
 
 
-class Kept:
+class PromptCache:
     """A layer's results for the last prompts; a copy of the layer starts empty."""
 
     def __init__(self) -> None:
         self.entries: tuple[_Entry, ...] = ()
 
-    def __deepcopy__(self, memo: object) -> "Kept":
-        return Kept()
+    def __deepcopy__(self, memo: object) -> "PromptCache":
+        return PromptCache()
 
-    def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
-        return Kept, ()
+    def __reduce__(self) -> tuple[type["PromptCache"], tuple[()]]:
+        return PromptCache, ()
 
     def forget(self, gone: object = None) -> None:
         """Free the results; of one embedding alone where it says that it is ``gone``."""
@@ -92,14 +92,14 @@ class PromptLinear(PackedLinear):
     """A PackedLinear that keeps its result for as long as its input is the same."""
 
     #: None: nothing is kept
-    kept: Kept | None = None
+    kept: PromptCache | None = None
     # What is kept comes first.
     __call__ = nn.Module.__call__
 
-    def forward(self, input: Tensor | Normed) -> Tensor:  # noqa: A002  as PackedLinear
+    def forward(self, input: Tensor | QuantizedInput) -> Tensor:  # noqa: A002  as PackedLinear
         """Return ``input @ weight.T + bias``, computed or kept."""
         kept = self.kept
-        if torch.compiler.is_compiling() or kept is None or isinstance(input, Normed):
+        if torch.compiler.is_compiling() or kept is None or isinstance(input, QuantizedInput):
             return super().forward(input)
         if not _may_keep(self, input):
             return super().forward(input)
@@ -134,13 +134,13 @@ def _let_keep(layer: Any) -> None:
     takes = type(layer) is PackedLinear
     if takes and not layer.scheme.buckets:
         layer.__class__ = PromptLinear
-        layer.kept = Kept()
+        layer.kept = PromptCache()
 
 
 def keep_as(joined: PromptLinear, layers: Iterable[nn.Module]) -> None:
     """Let a layer that stands for others keep its results, if they all do."""
     if all(getattr(layer, "kept", None) is not None for layer in layers):
-        joined.kept = Kept()
+        joined.kept = PromptCache()
 
 
 def keep_prompts(model: Any, *, wanted: bool = True) -> int:
@@ -155,7 +155,7 @@ def keep_prompts(model: Any, *, wanted: bool = True) -> int:
     """
     layers = [layer for _, _, layer in iterate_packed(model) if isinstance(layer, PromptLinear)]
     for layer in layers:
-        layer.kept = Kept() if wanted and not layer.scheme.buckets else None
+        layer.kept = PromptCache() if wanted and not layer.scheme.buckets else None
     return len(layers)
 
 
@@ -190,6 +190,6 @@ def _tensors(layer: nn.Module) -> list[Tensor]:
     return [t for t in own if t is not None]
 
 
-def _forget(kept: "weakref.ref[Kept]", gone: "weakref.ref[Tensor]") -> None:
+def _forget(kept: "weakref.ref[PromptCache]", gone: "weakref.ref[Tensor]") -> None:
     if (found := kept()) is not None:
         found.forget(gone)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Normed(NamedTuple):
+class QuantizedInput(NamedTuple):
     """An input as codes; has what processors of diffusers ask a tensor for before projecting it."""
 
     #: uint8, (M, K)

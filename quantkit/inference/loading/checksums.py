@@ -16,7 +16,7 @@ from quantkit.checkpoint.filelist import FILE_LIST, FileList, find_file_list
 from quantkit.checkpoint.reader import Packed
 from quantkit.errors import CheckpointError
 from quantkit.models.hub import fetch_beside
-from quantkit.storage.digest import Claim, Hashing
+from quantkit.storage.digest import ExpectedDigest, Hashing
 
 #: "0" leaves checksums out of ``from_pretrained``; ``load_pipeline`` has an argument instead.
 VARIABLE = "QUANTKIT_CHECKSUMS"
@@ -71,7 +71,7 @@ def hash_directory(packed: Packed) -> Hashing:
     return Hashing(_listed(find_file_list(packed.path)))
 
 
-def _listed(listed: FileList) -> list[Claim]:
+def _listed(listed: FileList) -> list[ExpectedDigest]:
     """Return the claims of a list whose files are there; what no loader reads may be missing."""
     for breach in listed.broken(only_read=True):
         raise CheckpointError(breach)

@@ -18,7 +18,7 @@ from quantkit.checkpoint.torch_dtypes import PACKED_DTYPES
 from quantkit.device.host.hashing import Parts, new_digest, run_together
 from quantkit.errors import CheckpointError
 from quantkit.inference.loading.checksums import are_wanted
-from quantkit.storage.digest import CHUNK_BYTES, Claim, read_whole
+from quantkit.storage.digest import CHUNK_BYTES, ExpectedDigest, read_whole
 from quantkit.storage.system import cores, open_to_read
 from quantkit.storage.tensorfile import TensorInfo
 
@@ -81,14 +81,14 @@ def _empty(info: TensorInfo) -> Tensor:
 
 
 def _read_together(
-    made: dict[str, Tensor], claims: Mapping[str, Claim], *, checked: bool
+    made: dict[str, Tensor], claims: Mapping[str, ExpectedDigest], *, checked: bool
 ) -> dict[str, Tensor]:
     """Fill tensors, side by side: what two of them hash takes as long as what one does."""
     run_together([_read(claims[name], made[name], checked=checked) for name in made])
     return made
 
 
-def _read(claim: Claim, made: Tensor, *, checked: bool) -> Generator[Parts, None, None]:
+def _read(claim: ExpectedDigest, made: Tensor, *, checked: bool) -> Generator[Parts, None, None]:
     """Fill a tensor from its file; what is yielded is to be hashed before the next step."""
     # numpy knows no 8-bit floats.
     data, digest = made.reshape(-1).view(torch.uint8).numpy().data, new_digest()
@@ -101,7 +101,7 @@ def _read(claim: Claim, made: Tensor, *, checked: bool) -> Generator[Parts, None
         raise CheckpointError(breach)
 
 
-def _filled(claim: Claim, data: memoryview) -> Iterator[memoryview]:
+def _filled(claim: ExpectedDigest, data: memoryview) -> Iterator[memoryview]:
     """Fill memory with the bytes of a claim; yield it in chunks."""
     descriptor = open_to_read(claim.path)
     try:

@@ -52,7 +52,7 @@ class RecoveryTask:
 
 
 @dataclass(frozen=True, eq=False)
-class Keeping:
+class SaveSettings:
     """The file that a training is saved to, and how often."""
 
     path: Path
@@ -107,7 +107,7 @@ def recover(
     progress: Progress,
     watch: Callable[[TrainingProgress], None] = ignore,
     show: Callable[[Look], None] = ignore,
-    keeping: Keeping | None = None,
+    save: SaveSettings | None = None,
 ) -> Recovered:
     """Train the denoiser of a pipeline on the dense one's own trajectories.
 
@@ -123,7 +123,7 @@ def recover(
         watch: told of the loss.
         show: told the pictures of every look, and of two more: before the first step and after the
             last.
-        keeping: None keeps nothing on disk.
+        save: None keeps nothing on disk.
 
     Raises:
         ArtefactError: neither masks nor quantization, masks of another model, a saved training that
@@ -142,12 +142,12 @@ def recover(
     if settings.offload and target.type == "cpu":
         raise RecipeError("offload: needs a GPU, and this is the CPU; drop it", fields=("offload",))
     with joined(target) as ranks:
-        recruit = _Recruit(task, component, kept, quants, settings)
-        return recruit.train(target, ranks, _Audience(progress, watch, show), keeping)
+        recruit = _CheckedTask(task, component, kept, quants, settings)
+        return recruit.train(target, ranks, _Listeners(progress, watch, show), save)
 
 
 @dataclass(frozen=True, eq=False)
-class _Audience:
+class _Listeners:
     """Whom a training tells how far it is."""
 
     progress: Progress
@@ -156,7 +156,7 @@ class _Audience:
 
 
 @dataclass(frozen=True, eq=False)
-class _Recruit:
+class _CheckedTask:
     """A checked task."""
 
     task: RecoveryTask
@@ -169,8 +169,8 @@ class _Recruit:
         self,
         device: torch.device,
         ranks: Ranks,
-        audience: _Audience,
-        keeping: Keeping | None,
+        audience: _Listeners,
+        save: SaveSettings | None,
     ) -> Recovered:
         prompts, watched = hold_out(self.task.prompts, self.settings.watched)
         pipe = load_pipeline(self.task.model, device)
@@ -183,7 +183,7 @@ class _Recruit:
         watcher = self._watcher(teacher, watched, gallery.see) if ranks.writes else None
         with closing(stepper):
             trainer = Trainer(student, stepper, teacher, self.settings, ranks)
-            saver = self._keep(trainer, keeping, ranks)
+            saver = self._keep(trainer, save, ranks)
 
             gallery.trainer = trainer
 
@@ -241,14 +241,14 @@ class _Recruit:
         watcher.viewer = viewer
         return watcher
 
-    def _keep(self, trainer: Trainer, keeping: Keeping | None, ranks: Ranks) -> Checkpoint | None:
+    def _keep(self, trainer: Trainer, save: SaveSettings | None, ranks: Ranks) -> Checkpoint | None:
         """Return what saves the training in this process, brought to where it was saved last."""
-        if keeping is None:
+        if save is None:
             return None
         task = self.task
         identity = identify(self.component, task.masks, task.quantize, self.settings, task.prompts)
-        checkpoint = Checkpoint(keeping.path, identity | {"world": ranks.world}, keeping.every)
-        if keeping.resume:
+        checkpoint = Checkpoint(save.path, identity | {"world": ranks.world}, save.every)
+        if save.resume:
             checkpoint.resume(trainer)
         return checkpoint if ranks.writes else None
 

@@ -11,7 +11,7 @@ from quantkit.progress import Progress
 
 
 @dataclass(frozen=True)
-class Onlooker:
+class Viewers:
     """The viewers of pictures and steps of a running evaluation."""
 
     original: Viewer
@@ -24,11 +24,11 @@ class Onlooker:
 @contextmanager
 def watched(
     path: Path | None, facts: LiveFacts, watch: Watcher | None, progress: Progress, *, force: bool
-) -> Iterator[Onlooker]:
+) -> Iterator[Viewers]:
     """Yield the viewers: a live page where ``watch`` is given."""
     if watch is None:
-        yield Onlooker(unseen, unseen, progress, force)
+        yield Viewers(unseen, unseen, progress, force)
         return
     assert path is not None, "refused before"
     with open_live(path, facts, force=force, watch=watch) as page:
-        yield Onlooker(page.original, page.packed, page.under(progress), force=True)
+        yield Viewers(page.original, page.packed, page.under(progress), force=True)
