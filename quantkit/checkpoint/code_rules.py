@@ -43,7 +43,7 @@ class Faults:
 
 
 def faults_of(component: PackedComponent, layer: str) -> Faults:
-    """Return what is wrong with the codes, factors, metadata and scales of a layer.
+    """Return the faults of a layer's codes, factors, metadata and scales.
 
     Raises:
         OSError: the file cannot be read, or ends early.

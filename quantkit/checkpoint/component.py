@@ -87,7 +87,7 @@ class PackedComponent:
         return {part: self.read(name) for part, name in names.items() if name in self.tensors}
 
     def dequantized(self, layer: str) -> Tensor:
-        """Return what the packed weight stands for, smoothing undone.
+        """Return the dequantized weight, with smoothing undone.
 
         Returns:
             float32, the module's dense shape: (N, K) or (N, C, kh, kw).

@@ -47,7 +47,7 @@ def _broken_values(component: PackedComponent, name: str, *, any_sign: bool) -> 
 
 
 def tensor_claims(component: PackedComponent) -> dict[str, ExpectedDigest]:
-    """Return what the bytes of every tensor must hash to, by its name."""
+    """Return the expected digest of every tensor, by its name."""
     return {
         name: ExpectedDigest(
             shard.header.path, f"{name}: ", info.start, info.stop, shard.metadata.tensors[name]
@@ -64,7 +64,7 @@ def unpacked_tensors(component: PackedComponent) -> list[tuple[Path, TensorInfo]
 
 
 def packed_names(component: PackedComponent) -> frozenset[str]:
-    """Return the names that the tensors of packed layers may have, biases aside."""
+    """Return the names that tensors of packed layers may have, except biases."""
     layers = component.config.layers
     return frozenset(f"{layer}.{part}" for layer in layers for part in PACKED_PARTS)
 

@@ -57,7 +57,7 @@ def is_known(library: str) -> bool:
 def _opened(
     folder: Path, library: str, class_name: str
 ) -> Iterator[tuple[SkeletonRequest, Contents]]:
-    """Yield, for every variant of a component, the model that is built and what it is given."""
+    """Yield, for every variant of a component, the request for its model and its tensors."""
     for file in weight_files(folder, library, class_name).values():
         contents = Contents(file, {}, _tensors(file))
         yield (
@@ -76,7 +76,7 @@ def _misfits(asked: SkeletonRequest, contents: Contents) -> Iterator[str]:
 
 
 def _tensors(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of what a loader finds in a file, or in the shards of an index."""
+    """Return names and shapes of the tensors in a file, or in the shards of an index."""
     # Diffusers renames tensors of old files, but not of shards.
     is_whole = file.name.startswith(WEIGHTS) and file.suffix == ".safetensors"
     read = read_source if is_whole else read_header

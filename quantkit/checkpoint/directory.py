@@ -55,7 +55,7 @@ def copied_weights(path: Path, packed: set[Path]) -> list[Path]:
 
 
 def broken_weights(path: Path) -> Iterator[str]:
-    """Yield a line for everything that is wrong with a copied safetensors file."""
+    """Yield a line for every fault of a copied safetensors file."""
     try:
         header = read_header(path, error=CheckpointError)
         if METADATA_KEY in header.metadata:
@@ -84,7 +84,7 @@ def broken_index(path: Path) -> Iterator[str]:
 
 
 def _broken_index_entries(path: Path, index: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the types of model_index.json's entries, as diffusers reads them."""
+    """Yield faults in the types of model_index.json's entries, as diffusers reads them."""
     if not _is_name(index.get("_class_name")):
         yield "_class_name names no pipeline"
     version = index.get("_diffusers_version", "0")
@@ -98,7 +98,7 @@ def _broken_index_entries(path: Path, index: Mapping[str, Any]) -> Iterator[str]
 
 
 def _broken_entry(name: str, entry: object) -> Iterator[str]:
-    """Yield what is wrong with the entry of a component."""
+    """Yield faults of a component's entry."""
     match entry:
         case [str(), str(class_name)] if _is_name(class_name):
             if not _is_name(name):
@@ -119,7 +119,7 @@ def _is_version(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    """Tell whether a value is what Python calls a class, or a plain name of a folder."""
+    """Tell whether a value is an identifier, or a plain name of a folder."""
     return isinstance(value, str) and value.isidentifier() and value.isascii()
 
 
@@ -134,7 +134,7 @@ def _components(index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]
 def _broken_model(
     folder: Path, library: str, class_name: str, config: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield a line for what is wrong with the weights of a component that was not packed."""
+    """Yield a line for every fault in the weights of a component that was not packed."""
     try:
         weight_files(folder, library, class_name)
     except ModelError as error:

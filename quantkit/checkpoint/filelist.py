@@ -56,7 +56,7 @@ class FileList:
     files: Mapping[str, FileRecord]
 
     def claims(self) -> Iterator[ExpectedDigest]:
-        """Yield what the bytes of the files that are there must hash to."""
+        """Yield the expected digests of the files that exist."""
         for name, record in self.files.items():
             path = self.folder / name
             if path.is_file():

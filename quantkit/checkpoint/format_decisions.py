@@ -29,7 +29,7 @@ class FormatDecision:
 
 
 def format_decisions(component: PackedComponent) -> dict[str, FormatDecision]:
-    """Return what was decided, by module path; empty where the recipe gives the formats.
+    """Return the decisions, by module path; empty where the recipe sets the formats.
 
     Raises:
         CheckpointError: the entry is damaged.

@@ -70,7 +70,7 @@ def find_components(path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _cheap_breaches(component: PackedComponent) -> Iterator[str]:
-    """Yield what headers break, or else what scales break: those need good headers."""
+    """Yield breaches in headers, or else in scales, which need valid headers."""
     structure = list(broken_rules(component.config, component.shards, component.index))
     yield from structure or broken_scales(component)
 

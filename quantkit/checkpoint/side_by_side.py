@@ -13,7 +13,7 @@ _TAKEN = 8
 
 
 def breaches_of(claims: Sequence[ExpectedDigest]) -> Iterator[str]:
-    """Yield a line for each claim, in their order: how the bytes are others, or nothing."""
+    """Yield a line for each expected digest, in order; empty where the bytes match."""
     groups = [claims[first : first + _TAKEN] for first in range(0, len(claims), _TAKEN)]
     for lines in in_threads(_breaches_of_some, groups):
         yield from lines

@@ -29,7 +29,7 @@ _OWN_PARTS = frozenset(PACKED_PARTS) - {"weight"}
 
 @dataclass(frozen=True)
 class Shard:
-    """One weight file: what its header says."""
+    """The header of one weight file."""
 
     header: Header
     metadata: ShardMetadata

@@ -114,7 +114,7 @@ def find_breaches(path: Path, *, progress: Progress, stop_at_first: bool = False
 
 
 def contents_of(component: PackedComponent) -> Contents:
-    """Return what a packed component holds, its headers sound, as the judge of models wants it."""
+    """Return the contents of a packed component with valid headers, to compare with its model."""
     tensors = {name: info.shape for name, (_, info) in component.tensors.items()}
     for layer in component.config.layers:
         for part in PACKED_PARTS:
@@ -179,7 +179,7 @@ def misfits_of(component: PackedComponent) -> Iterator[str]:
 
 
 def _list_breaches(listed: FileList, changed: set[Path], progress: Progress) -> Iterator[str]:
-    """Yield what the list says is broken; ``changed`` gets the files whose bytes are others."""
+    """Yield breaches of the file list; ``changed`` gets the files with other bytes."""
     yield from listed.broken()
     read, _ = listed.strangers()
     for file in read:

@@ -1,4 +1,4 @@
-"""The command line: one module per command, imported here, added below. Nothing heavy at import."""
+"""The command line: one module per command; importing it loads nothing heavy."""
 
 import atexit
 import errno
@@ -89,7 +89,7 @@ quantkit.add_command(help_command.help_command)
 
 
 def options_of(error: QuantkitError) -> str:
-    """Return the options that would cure an error, in brackets: its text names arguments."""
+    """Return the options that would cure an error, in brackets."""
     known: dict[str | None, str] = {}
     for command in walk(quantkit):
         for parameter in command.params:
@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str] | None) -> int:
-    """Return the exit code; what went wrong is said on one line."""
+    """Return the exit code; print an error on one line."""
     try:
         code = quantkit(args=arguments, prog_name="quantkit", standalone_mode=False)
         sys.stdout.flush()
@@ -178,7 +178,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _of_system(error: OSError) -> str:
-    """Return what the system said of which file, and the cure where there is one."""
+    """Return the system's message, its file, and the cure where there is one."""
     if error.errno is None:
         return " ".join(str(error).split())
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]

@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 def print_result(result: "BenchResult") -> None:
-    """Print the machine, its ceilings, a table per operation, and who did not take part."""
+    """Print the machine, its ceilings, a table per operation, and the absent contenders."""
     from quantkit.bench.kernels.figures import Verdict
     from quantkit.bench.kernels.operations import OPERATIONS
 
@@ -57,7 +57,7 @@ def print_comparison(comparison: "RunComparison") -> None:
 
 
 def print_model_result(result: "ModelResult") -> None:
-    """Print the machine, a row per contender, who did not take part, and the profile."""
+    """Print the machine, a row per contender, the absent ones, and the profile."""
     _print_machine(result.machine, result.clocks)
     settings = result.settings
     title = (
@@ -76,7 +76,7 @@ def print_model_result(result: "ModelResult") -> None:
 
 
 def _print_in_a_row(result: "ModelResult") -> None:
-    """Print what a step takes that nobody waits for, where it was measured."""
+    """Print the time of a step in a queue without synchronisation, where it was measured."""
     cells = [
         (row.contender, *(f"{us / 1e3:.2f}" for us in (t.p50_us, t.p95_us, t.p99_us, t.host_us)))
         for row in result.rows

@@ -42,7 +42,7 @@ def one_line(text: object) -> str:
 
 
 class ReaderGoneError(Exception):
-    """Nobody reads stdout any more; click would end with 1 for it, which means a failed gate."""
+    """The reader of stdout is gone; click's exit code 1 for it would mean a failed gate."""
 
 
 def echo(*lines: object, err: bool = False) -> None:
@@ -52,7 +52,7 @@ def echo(*lines: object, err: bool = False) -> None:
 
 
 def print_error(text: object) -> None:
-    """Print what went wrong to stderr; where that is full, the exit code says it alone."""
+    """Print an error to stderr; where that cannot be written, the exit code remains."""
     with suppress(OSError):
         _write(one_line(f"quantkit: error: {text}"), err=True)
 
@@ -87,7 +87,7 @@ def progress_bar(*, quiet: bool) -> Iterator[Progress]:
 
 
 def say(line: str) -> None:
-    """Say something on the way, on stderr."""
+    """Print a line of progress on stderr."""
     echo(line, err=True)
 
 
@@ -151,7 +151,7 @@ def print_table(
 
 
 def print_verdict(text: str, *, passed: bool | None) -> None:
-    """Print how it ended on one line, in green, red, or yellow where it is open."""
+    """Print the verdict on one line, in green, red, or yellow where it is open."""
     style = {True: "bold green", False: "bold red", None: "bold yellow"}[passed]
     _console().print(printable(text), style=style, soft_wrap=True, highlight=False)
 
@@ -165,7 +165,7 @@ def terminal() -> "Console | None":
 
 
 def command_line() -> str:
-    """Return what was typed."""
+    """Return the command line as it was typed."""
     return shlex.join(["quantkit", *sys.argv[1:]])
 
 
@@ -184,7 +184,7 @@ def _write(text: str, *, err: bool = False) -> None:
 
 
 def _console(*, stderr: bool = False) -> "Console":
-    """Return a console that takes names as they are."""
+    """Return a console without markup in names."""
     from rich.console import Console
 
     class Plain(Console):

@@ -92,7 +92,7 @@ def demo(
 
 
 def run_command(arguments: list[str]) -> dict[str, Any]:
-    """Run one command of quantkit in this process and return what it prints as JSON."""
+    """Run one command of quantkit in this process and return its JSON output."""
     from quantkit.cli import quantkit
 
     printed = StringIO()
@@ -103,7 +103,7 @@ def run_command(arguments: list[str]) -> dict[str, Any]:
 
 
 def print_demo(made: "Demo") -> None:
-    """Print the comparison, what a failed gate means, and where to look."""
+    """Print the comparison, remarks on failed gates, and the output's path."""
     print_methods(f"quantkit demo: {made.seconds:.0f} s", made.methods)
     for outcome in made.outcomes:
         echo(outcome.report.verdict)

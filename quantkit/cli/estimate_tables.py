@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_estimate(result: "EstimateResult") -> None:
-    """Print a row per contender, a row per group of its kernels, and who has none."""
+    """Print a row per contender, a row per group of its kernels, and contenders without any."""
     card, settings = result.card, result.settings
     echo(
         f"{card.name} ({card.device}): {card.tflops['f16']:g} TFLOP/s in float16, "

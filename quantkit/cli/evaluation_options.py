@@ -145,14 +145,14 @@ _SAMPLING = (
 
 
 def sampling(command: Command) -> Command:
-    """Add what decides which pictures are made, what measures them, and where pages show them."""
+    """Add the options of pictures, their metrics, and pages."""
     for option in reversed(_SAMPLING):
         command = option(command)
     return command
 
 
 def take_settings(given: dict[str, Any]) -> "EvaluationSettings":
-    """Take what ``sampling`` added out of a command's options."""
+    """Take the options of ``sampling`` out of a command's options."""
     from quantkit.workflow.evaluate import EvaluationSettings
 
     take_networks(given)
@@ -161,7 +161,7 @@ def take_settings(given: dict[str, Any]) -> "EvaluationSettings":
 
 
 def take_networks(given: dict[str, Any]) -> None:
-    """Say ``none`` of a network as the metric that is left out, as jobs take it."""
+    """Turn ``none`` for a network into a metric to leave out, as jobs take it."""
     left_out = {"lpips": "lpips_weights", "clip": "clip"}
     given["without"] = tuple(n for n, option in left_out.items() if str(given[option]) == "none")
     given |= {left_out[name]: None for name in given["without"]}

@@ -23,7 +23,7 @@ _LOOP_COLUMNS = (
 
 
 def print_reports(reports: "list[Report]", *, as_json: bool) -> None:
-    """Print two tables per folder: what each object needs, and what its K loop issues."""
+    """Print two tables per folder: resources of each object, and instructions of its K loop."""
     if as_json:
         print_json([_report_json(report) for report in reports])
         return

@@ -34,7 +34,7 @@ class _Begins(logging.Filter):
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """Hold back the lines of NOISE, and deprecations inside those libraries."""
+    """Suppress the lines of NOISE, and deprecations inside those libraries."""
     filters = [(logging.getLogger(name), _Begins(lines)) for name, lines in NOISE.items()]
     with warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning):

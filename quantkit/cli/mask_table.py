@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def print_masks(masks: "MaskSet", where: str) -> None:
-    """Print every decision; ``where`` says what became of them."""
+    """Print every decision; ``where`` is the place of the masks."""
     rows = [
         (
             "/".join(filter(None, (d.component, d.layer))),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CheckedPath(click.Path):
-    """A path that can be asked about: not too long, no loop of links, not in a closed folder."""
+    """A path that can be looked up: not too long, no loop of links, not in a closed folder."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -40,7 +40,7 @@ class CheckedPath(click.Path):
 
 
 class Finite(click.types.FloatParamType):
-    """A finite number: click takes nan and inf."""
+    """A finite number; click's own type accepts nan and inf."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number, or fail as click does."""
@@ -48,7 +48,7 @@ class Finite(click.types.FloatParamType):
 
 
 class FiniteRange(click.FloatRange):
-    """A finite number within bounds, of which click finds nan inside."""
+    """A finite number within bounds; click's own type accepts nan."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number, or fail as click does."""
@@ -113,7 +113,7 @@ def _remember(context: click.Context, option: click.Parameter, value: Any) -> No
 def _complete(
     context: click.Context, argument: click.Parameter, value: str
 ) -> "str | SingleFile | Model":
-    """Return MODEL with its config and variant, if given: what every command hands on."""
+    """Return MODEL with its config and variant, if given."""
     del argument
     config: Path | None = context.meta.get(_CONFIG)
     variant: str | None = context.meta.get(_VARIANT)

@@ -112,7 +112,7 @@ def compare(quiet: bool, as_json: bool, **given: Any) -> None:
 
 
 def _watcher(output: Path, *, quiet: bool, pictures: bool) -> "Watcher":
-    """Return what shows the worst pair so far, and names the page first."""
+    """Return a watcher that names the page, then shows the worst pair so far."""
     from quantkit.workflow.evaluate import unwatched
 
     if quiet:

@@ -61,7 +61,7 @@ def print_floors(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None
 
 
 def print_judges(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None:
-    """Print what other judges make of the pictures, and of the noise floors'."""
+    """Print other judges' scores of the pictures, and of the noise floors."""
     from quantkit.eval.measuring.number_format import show_difference, show_mean
 
     floors = [gap.floor for gap in gaps if gap.floor.comparison is not None]
@@ -110,7 +110,7 @@ def print_gates(gates: "tuple[Gate, ...]") -> None:
 
 
 def print_report(result: "Report", output: Path, *, preview: bool = True) -> None:
-    """Print the report's numbers, the worst pair, its verdict, what to do, and where it lies."""
+    """Print the report's numbers, worst pair, verdict, next step, and path."""
     from quantkit.eval.pages.sentences import kernel_sentence
 
     print_metrics(result.title, result.comparison)
@@ -139,7 +139,7 @@ def print_worst(result: "Report", output: Path) -> None:
 
 
 def print_outcome(gates: "tuple[Gate, ...]", state: "State") -> None:
-    """Print on the last line what the gates show."""
+    """Print the state of the gates on the last line."""
     from quantkit.eval.judging.verdict import headline
 
     print_verdict(headline(gates), passed=shown(state))
@@ -151,7 +151,7 @@ def shown(state: "State") -> bool | None:
 
 
 def exit_by(state: "State") -> None:
-    """End the command with what the gates show: 0 passed, 1 failed or not judged, 3 undecided."""
+    """Exit by the state of the gates: 0 passed, 1 failed or not judged, 3 undecided."""
     if code := {"passed": 0, "undecided": 3}.get(state.value, 1):
         sys.exit(code)
 

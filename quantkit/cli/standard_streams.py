@@ -28,14 +28,14 @@ def open_streams() -> None:
 
 
 def drop_output() -> None:
-    """Send what is still to be printed nowhere, or Python would complain at its end."""
+    """Discard buffered output, or Python would complain at exit."""
     with suppress(OSError, ValueError, io.UnsupportedOperation):
         _send_nowhere(sys.stdout.fileno())
 
 
 @contextmanager
 def closed_to_others() -> Iterator[None]:
-    """Let no file or folder that the body makes be writable for all users."""
+    """Keep files and folders that the body makes from being writable for all users."""
     before = os.umask(0o022)
     os.umask(before | 0o002)
     try:

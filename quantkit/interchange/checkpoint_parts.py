@@ -82,7 +82,7 @@ class _Identity:
 
 
 def find_parts(file: StoredFile, names: set[str], config: Path, encoders: Encoders) -> OtherParts:
-    """Return what a checkpoint holds besides the denoiser.
+    """Return the contents of a checkpoint besides the denoiser.
 
     Args:
         file: the checkpoint.
@@ -149,7 +149,7 @@ def _part(file: StoredFile, place: PartLayout, inside: set[str], config: Path) -
 
 
 def _component(place: PartLayout, config: Path) -> tuple[str, str]:
-    """Return what the pipeline calls a part, and its class in transformers; "" in diffusers."""
+    """Return a part's component name, and its class in transformers; "" in diffusers."""
     there, encoders = read_pipeline_index(config), read_transformers_classes(config)
     for name in place.components:
         if name in there and place.class_name in ("", there[name]):

@@ -73,7 +73,7 @@ def plan_comfyui(
 
 
 def _marks(scheduler: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of empty tensors that tell ComfyUI how an SDXL model predicts."""
+    """Yield the names of empty tensors that mark an SDXL model's prediction type for ComfyUI."""
     if scheduler.get("prediction_type") == "v_prediction":
         yield "v_pred"
         if scheduler.get("rescale_betas_zero_snr") is True:

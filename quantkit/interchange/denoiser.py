@@ -1,4 +1,4 @@
-"""A denoiser on disk, in 16 bit or packed, one tensor at a time."""
+"""Reading a denoiser on disk, in 16 bit or packed, one tensor at a time."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -29,7 +29,7 @@ class Export:
 
     @property
     def worst(self) -> tuple[float, str] | None:
-        """The largest error, and whose."""
+        """The largest error, and its layer."""
         return max(((error, name) for name, error in self.errors.items()), default=None)
 
     @property
@@ -54,7 +54,7 @@ class Export:
 
 
 def together(parts: Sequence[Export]) -> Export:
-    """Return what several components of one output hold."""
+    """Return the exports of several components as one."""
     types: Counter[str] = Counter()
     for part in parts:
         types.update(part.types)

@@ -77,7 +77,7 @@ class GgufPlan:
 def plan_gguf(
     denoiser: Denoiser, kind: str, *, convolutions: bool, requantize: bool = False
 ) -> GgufPlan:
-    """Decide what each tensor becomes: what the model, or its family, keeps stays as it is.
+    """Plan each tensor's type; tensors that the model or its family keeps are unchanged.
 
     Args:
         denoiser: 16-bit, or packed in blocks.
@@ -118,7 +118,7 @@ def write_gguf(plan: GgufPlan, output: Path, *, force: bool, progress: Progress)
 def _write(
     plan: GgufPlan, path: Path, progress: Progress
 ) -> tuple[dict[str, str], dict[str, float]]:
-    """Return the SHA-256 of each tensor's bytes, and the errors of what was quantized."""
+    """Return the SHA-256 of each tensor's bytes, and the errors of quantized ones."""
     digests: dict[str, str] = {}
     errors: dict[str, float] = {}
     _write_header(plan, path)
@@ -152,7 +152,7 @@ def _write_header(plan: GgufPlan, path: Path) -> None:
 
 
 def _declare(plan: GgufPlan, writer: Any) -> None:
-    """Say what tensors follow."""
+    """Declare the tensors that follow."""
     gguf = require_gguf()
     for planned in plan.tensors:
         kind = gguf.GGMLQuantizationType[planned.type]
@@ -163,7 +163,7 @@ def _declare(plan: GgufPlan, writer: Any) -> None:
 
 
 def _data(denoiser: Denoiser, planned: PlannedTensor) -> tuple[Tensor, float | None]:
-    """Return a tensor's data, and the error of what was quantized for it."""
+    """Return a tensor's data, and its quantization error."""
     original = planned.original
     if planned.type in PLAIN:
         tensor = join(original, [denoiser.read(name) for name in original.parts])

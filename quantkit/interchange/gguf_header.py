@@ -101,7 +101,7 @@ def walk_header(data: bytes) -> GgufHeader:
 
 
 class _Walk:
-    """A place in the bytes of a header, which only moves on."""
+    """A forward cursor over the bytes of a header."""
 
     def __init__(self, data: bytes, place: int) -> None:
         self.data = data
@@ -129,7 +129,7 @@ class _Walk:
         return self.numbers(code, 1)[0]
 
     def count(self, what: str, limit: int) -> int:
-        """Return how many there are of something."""
+        """Return a count."""
         found = self.number("Q")
         if found > limit:
             raise ValueError(f"{found} {what}, expected at most {limit}")
@@ -186,7 +186,7 @@ def _walk_array(walk: _Walk, kind: int) -> Value:
 
 
 def _skip_texts(walk: _Walk, count: int) -> None:
-    """Pass texts; written out, for there may be a million."""
+    """Skip texts; an inlined loop, because there may be a million."""
     unpack, data, place = struct.Struct("<Q").unpack_from, walk.data, walk.place
     last = len(data) - 8
     for _ in range(count):

@@ -59,7 +59,7 @@ class _Choice:
 def plan_types(
     denoiser: Denoiser, kind: str, *, convolutions: bool, requantize: bool
 ) -> tuple[str, tuple[PlannedTensor, ...]]:
-    """Decide what each tensor becomes; see ``plan_gguf``.
+    """Plan each tensor's type; see ``plan_gguf``.
 
     Returns:
         the architecture's name; the tensors by name: the same model gives the same bytes, however
@@ -78,7 +78,7 @@ def plan_types(
 
 
 def plan_notes(denoiser: Denoiser, kind: str, tensors: tuple[PlannedTensor, ...]) -> Iterator[str]:
-    """Yield what the file holds otherwise than the user may expect, a line each."""
+    """Yield a line for each thing in the file that may surprise the user."""
     kept = sum(
         tensor.is_matrix and not tensor.in_blocks and _kept_parts(denoiser, tensor) != []
         for tensor in tensors
@@ -143,7 +143,7 @@ def _refuse_partly_packed(
 
 
 def _plain_type(denoiser: Denoiser, planned: PlannedTensor) -> str:
-    """Return the type in which no number changes that is not packed; F32 of vectors."""
+    """Return the type that holds unpacked numbers exactly; F32 for vectors."""
     parts = planned.original.parts
     dtypes = {denoiser.dtypes.get(part, _DEQUANTIZED) for part in parts}
     if len(planned.shape) < 2 or len(dtypes) > 1:
@@ -155,7 +155,7 @@ def _plain_type(denoiser: Denoiser, planned: PlannedTensor) -> str:
 
 
 def _block_type(denoiser: Denoiser, planned: PlannedTensor, kind: str) -> str:
-    """Return what a weight's blocks are, or become."""
+    """Return the block type that a weight has or gets."""
     formats = {denoiser.format(part) for part in planned.original.parts} - {None}
     if len(formats) > 1:
         parts = ", ".join(planned.original.parts)

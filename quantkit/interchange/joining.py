@@ -15,5 +15,5 @@ def join(original: OriginalTensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def swap_halves(rows: Tensor) -> Tensor:
-    """Return rows whose second half stands first: diffusers' scale and shift, or the original's."""
+    """Return rows with their halves swapped: diffusers and the original order scale and shift."""
     return torch.cat(rows.chunk(2)[::-1])

@@ -38,7 +38,7 @@ class LayerCodes:
 
 
 def read_codes(component: PackedComponent, layer: str) -> LayerCodes:
-    """Return a packed layer's codes; what it does with its input is not in them.
+    """Return a packed layer's codes, without smoothing or scales of its input.
 
     Args:
         component: the packed component.
@@ -53,7 +53,7 @@ def read_codes(component: PackedComponent, layer: str) -> LayerCodes:
 
 
 def joined_codes(parts: Sequence[LayerCodes]) -> LayerCodes:
-    """Return layers as one, their rows one after another, scales as they are."""
+    """Return layers joined by rows, with their scales."""
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
     return LayerCodes(
         parts[0].fmt,

@@ -14,7 +14,7 @@ _GROUPS = {"{x}": r"(?P<x>\d+)", "{i}": r"(?P<i>\d+)", "{rest}": r"(?P<rest>.+)"
 
 @dataclass(frozen=True)
 class OriginalTensor:
-    """A tensor of the original layout and what diffusers has instead."""
+    """A tensor of the original layout and its parts in diffusers."""
 
     #: without the layout's prefix
     name: str

@@ -45,7 +45,7 @@ class Layout:
 
 
 def one_row(original: str, diffusers: str) -> Row:
-    """Return the row of what only has another name."""
+    """Return the row of a tensor that only has another name."""
     return Row(original, (diffusers,))
 
 

@@ -53,7 +53,7 @@ _OTHERS = (
 
 
 def refuse_other(file: StoredFile, folder: object) -> NoReturn:
-    """Say what a file without the tensors of the model is.
+    """Refuse a file that is not the model, naming the kind that it is.
 
     Raises:
         ModelError: always.

@@ -140,7 +140,7 @@ def is_ignored(name: str) -> bool:
 
 
 def unused_pattern(place: PartLayout, tensors: Collection[str]) -> re.Pattern[str]:
-    """Return what a checkpoint may have that the model there lacks, as all such files do.
+    """Return the pattern of tensors that such checkpoints have and the model does not.
 
     Args:
         place: of the part.

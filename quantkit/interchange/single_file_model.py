@@ -122,7 +122,7 @@ def _own_names(file: StoredFile, described: ModelShapes) -> Naming:
 
 
 def _others(file: StoredFile, naming: Naming, described: ModelShapes) -> set[str]:
-    """Return the names of what the file holds besides; refuse what is not quite the denoiser."""
+    """Return the names of the other tensors; refuse missing or extra tensors of the denoiser."""
     prefix, expected = naming.prefix, naming.names
     aside = {
         name for name in file.tensors

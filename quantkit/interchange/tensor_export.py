@@ -232,7 +232,7 @@ def _header(plan: FilePlan, digests: Mapping[str, str]) -> bytes:
 
 
 def _read(plan: FilePlan, file: Any, entry: Entry) -> Tensor:
-    """Return what the file's tensors of an entry stand for."""
+    """Return the dequantized values of an entry's tensors in the file."""
     name = plan.prefix + entry.name
     stored: Tensor = file.get_tensor(name)
     if entry.fmt is None:
@@ -243,7 +243,7 @@ def _read(plan: FilePlan, file: Any, entry: Entry) -> Tensor:
 
 
 def _is_taken_over(plan: FilePlan, entry: Entry, found: Tensor, wanted: Tensor) -> bool:
-    """Tell whether values are those of the source, but for codes that one scale made subnormal."""
+    """Tell whether values equal the source's, except for codes that one scale made subnormal."""
     if torch.equal(found, wanted):
         return True
     fmt = entry.fmt

@@ -68,7 +68,7 @@ def unchanged(names: Iterable[str]) -> tuple[OriginalTensor, ...]:
 def plan_tensors(
     source: Denoiser, originals: Sequence[OriginalTensor], target: Target, *, requantize: bool
 ) -> tuple[Entry, ...]:
-    """Decide what becomes of each tensor.
+    """Plan the source of each tensor.
 
     Args:
         source: the model, packed or not.
@@ -149,7 +149,7 @@ def _planned(
 
 
 def _format(source: Denoiser, packed: Sequence[str], target: Target) -> NumberFormat:
-    """Return the layers' own format where the target has it, to which they lose least."""
+    """Return the layers' own format where the target has it, for the least error."""
     formats = {source.schemes[part].weight.byte_format for part in packed}
     held = [fmt for fmt in target.formats if formats == {fmt}]
     return held[0] if held else target.formats[0]

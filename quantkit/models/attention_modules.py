@@ -129,7 +129,7 @@ def call_with(processor_class: type, attend: Attend) -> FunctionType:
 
 
 def _functions(attend: Attend, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a processor's names stand for instead of torch's and diffusers' functions.
+    """Return the globals of a processor, with other functions under torch's and diffusers' names.
 
     Args:
         attend: as ``call_with``'s.
@@ -141,7 +141,7 @@ def _functions(attend: Attend, names: Mapping[str, Any]) -> dict[str, Any]:
     def dispatch(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """Stand for ``dispatch_attention_fn``: (B, N, H, D)."""
+        """Replace ``dispatch_attention_fn``: (B, N, H, D)."""
         heads = Heads(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         y = attend(heads, _parse(attn_mask, **options))
         if y is None:
@@ -152,7 +152,7 @@ def _functions(attend: Attend, names: Mapping[str, Any]) -> dict[str, Any]:
     def scaled_dot_product_attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """Stand for torch's: (B, H, N, D)."""
+        """Replace torch's: (B, H, N, D)."""
         y = attend(Heads(query, key, value), _parse(attn_mask, **options))
         if y is not None:
             return y

@@ -73,7 +73,7 @@ def read_skeleton(
 
 
 def build_ahead(asked: Iterable[SkeletonRequest]) -> None:
-    """Build several models by one child process, where none is built here: it imports for all.
+    """Build several models in one child process, which imports the libraries once for all.
 
     What is wrong with one ``read_skeleton`` tells.
     """
@@ -88,7 +88,7 @@ def build_ahead(asked: Iterable[SkeletonRequest]) -> None:
 
 
 def _text(asked: SkeletonRequest, tensors: int | None) -> str:
-    """Return what decides a skeleton, as JSON."""
+    """Return the inputs that decide a skeleton, as JSON."""
     values = read_json(asked.config, error=CheckpointError, cure="download it again")
     values.pop("quantization_config", None)
     count = len(asked.names) if tensors is None else tensors
@@ -179,7 +179,7 @@ def _found_out(text: str) -> str:
 
 
 def _said_by_child(texts: Sequence[str], hidden: Iterable[str] = ()) -> list[str]:
-    """Return what a process says of each, which finds no library of some names."""
+    """Return a child process's answer for each; some libraries are hidden from it."""
     command = [sys.executable, "-m", "quantkit.models.building", *hidden]
     # The modules that are imported here, and none that lie where the user happens to be.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)

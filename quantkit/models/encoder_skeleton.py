@@ -47,7 +47,7 @@ def build_encoder(
 
 
 def find_class(library: Any, name: str, place: str) -> Any:
-    """Return what a library calls so, or a folder of ``diffusers.pipelines``; None without."""
+    """Return the class of a name in a library or a folder of ``diffusers.pipelines``, or None."""
     if not place:
         return getattr(library, name, None)
     from diffusers import pipelines
@@ -99,7 +99,7 @@ def encoder_skeleton(model: Any, names: Collection[str]) -> Skeleton:
 
 
 def loaded_names(model: Any, names: Collection[str]) -> dict[str, str]:
-    """Return what transformers calls the tensors of files, by their names there.
+    """Return transformers' names of tensors, by their names in the files.
 
     Args:
         model: a transformers model, on any device.
@@ -114,7 +114,7 @@ def converted_names(model: Any, names: Collection[str]) -> set[str]:
 
 
 def _renamed(model: Any, names: Collection[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield name, what it is called in the model, and all that it is a part of, or its parts."""
+    """Yield a name, its name in the model, and the names of its parts or of its whole."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 

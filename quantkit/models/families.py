@@ -48,7 +48,7 @@ def _alone(*layers: str) -> dict[str, dict[str, Any]]:
 
 
 def _steps(prompts: int, steps: int, batch: int, buckets: int) -> dict[str, Any]:
-    """Return how pipelines are run for statistics, second moments of a quarter of the rows."""
+    """Return the calibration settings, with second moments of a quarter of the rows."""
     sizes = {"prompts": prompts, "steps": steps, "batch": batch, "buckets": buckets}
     return {**sizes, "row_share": 0.25}
 

@@ -37,7 +37,7 @@ class Keep:
     narrowing: float = 0
 
     def holds(self, layer: str, shape: Sequence[int]) -> bool:
-        """Tell whether it is of a layer, by its module path and its weight's shape."""
+        """Tell whether it includes a layer, by its module path and its weight's shape."""
         outputs, inputs = shape[:2]
         return (
             matches(layer, (self.pattern,))
@@ -71,7 +71,7 @@ class Family:
         return self.keep_reason(layer, shape) in _ALONE
 
     def is_doubtful(self, layer: str, shape: Sequence[int]) -> bool:
-        """Return whether nothing but its error on real inputs can tell if a layer may be packed."""
+        """Return whether only a layer's error on real inputs can tell if it may be packed."""
         return self.keep_reason(layer, shape) == UNKNOWN
 
     def keep_reason(self, layer: str, shape: Sequence[int]) -> str | None:

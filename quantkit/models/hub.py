@@ -90,7 +90,7 @@ def _fetch(repository: str, patterns: Callable[[Path, Sequence[str]], list[str]]
 
 
 def _patterns(repository: str, variant: str | None, root: Path, files: Sequence[str]) -> list[str]:
-    """Return what is fetched of the files of a repository: no pickles, no other framework's."""
+    """Return the patterns of the files to fetch: no pickles, no other framework's."""
     if (root / "model_index.json").is_file():
         folders = [f"{name}/" for name in read_pipeline_index(root)]
     elif (root / "config.json").is_file():

@@ -112,7 +112,7 @@ def is_packed_alone(layer: Layer, family: Family, recipe: Recipe) -> bool:
 
 
 def _is_excluded(layer: Layer, recipe: Recipe) -> bool:
-    """Tell whether nothing of the recipe packs the layer, whatever it is told of its name."""
+    """Tell whether the layer is excluded, whatever the recipe says of its name."""
     if matches(layer.name, recipe.not_layers):
         return True
     return layer.kind == "conv2d" and not recipe.convolutions
@@ -243,7 +243,7 @@ class _Context:
         activation: ActivationRecipe,
         sparsity: Pattern | None,
     ) -> None:
-        """Refuse what the layer cannot have, or nobody should have without a word."""
+        """Refuse settings that are impossible for the layer, or harmful without a warning."""
         if fmt.block and (sparsity is not None or activation.mode != "none"):
             raise RecipeError(
                 f"{layer.name}: weight.format {fmt.name} is for weights alone; set "

@@ -1,4 +1,4 @@
-"""model_index.json: what a pipeline is made of."""
+"""model_index.json: the components of a pipeline."""
 
 import re
 from collections.abc import Mapping

@@ -105,7 +105,7 @@ def find_quantizer(entry: object, config: Path) -> Quantizer:
 
 
 def name_quantizer(entry: object) -> str:
-    """Return what messages call the tool of a quantization_config, known or not."""
+    """Return the name in messages of the tool of a quantization_config, known or not."""
     method = entry.get("quant_method") if isinstance(entry, Mapping) else None
     known = QUANTIZERS.get(method) if isinstance(method, str) else None
     return known.name if known else str(method or "an unnamed method")
@@ -137,7 +137,7 @@ def require_package(quantizer: Quantizer, path: Path) -> None:
 
 
 def settings_of(quantizer: Quantizer, entry: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return what was done to the weights, by key; keys that are absent or off are left out."""
+    """Return the settings of the weights' quantization, by key; keys that are off are left out."""
     found = []
     for setting in quantizer.settings:
         switch, _, key = setting.rpartition(":")
@@ -148,7 +148,7 @@ def settings_of(quantizer: Quantizer, entry: Mapping[str, Any]) -> tuple[tuple[s
 
 
 def _words(value: object) -> str:
-    """Return a value of somebody else's config in a few words, on one line."""
+    """Return a value of another tool's config in a few words, on one line."""
     if isinstance(value, Mapping):
         # torchao's: {"default": {"_type": "Int8WeightOnlyConfig", "_data": {...}}}
         if isinstance(value.get("_type"), str):

@@ -77,7 +77,7 @@ def _globs(recipe: Recipe) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _near(names: Sequence[str]) -> set[str]:
-    """Return the globs that somebody may have meant: paths, their ends and starts, without numbers.
+    """Return globs to suggest: paths, their ends and starts, without numbers.
 
     ``a.0.b`` gives ``a.0.b``, ``a.*.b``, ``a.*`` and ``*.b``.
     """

@@ -19,7 +19,7 @@ _WHY = "config.json, weights and model class do not belong together"
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A dense model: what it consists of, and what its file must hold."""
+    """A dense model: its modules, and the tensors that its files must hold."""
 
     class_name: str
     #: module path -> why it cannot be packed; empty when it can

@@ -75,7 +75,7 @@ class Component:
     blocks: Mapping[str, StoredBlocks] = field(default_factory=dict)
 
     def name_of(self, file: Path) -> str:
-        """Return what the packed form of one of its files is called, for plain loading."""
+        """Return the name of the packed form of one of its files, for plain loading."""
         if not self.has_plain or self.variant is None:
             return file.name
         return re.sub(rf"\.{re.escape(self.variant)}(?=[.-])", "", file.name, count=1)

@@ -26,7 +26,7 @@ _OLD = re.compile(rf"(?:.*\.)?attentions\.\d+\.({'|'.join(_RENAMED)})\.(?:weight
 
 
 def loaded_name(name: str) -> str:
-    """Return what diffusers calls a tensor of a file.
+    """Return diffusers' name of a tensor of a file.
 
     >>> loaded_name("mid_block.attentions.0.proj_attn.bias")
     'mid_block.attentions.0.to_out.0.bias'

@@ -8,7 +8,7 @@ from quantkit.recipe.schema import Recipe
 
 
 def recipe_of(model: Model, recipe: Recipe) -> Recipe:
-    """Return the recipe of a model: of a text encoder alone, what it says of text encoders.
+    """Return the recipe of a model; for a text encoder alone, its section on text encoders.
 
     Raises:
         RecipeError: it says nothing of them.

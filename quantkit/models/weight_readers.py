@@ -38,7 +38,7 @@ def readers(model: Any) -> dict[str, str]:
 
 @cache
 def _read(cls: type) -> frozenset[str]:
-    """Return whose weights a class reads, as paths from its module."""
+    """Return the modules whose weights a class reads, as paths from its module."""
     codes = (code for code in _reached(cls) if "weight" in code.co_names)
     parts = (_parts(chain) for code in codes for chain in _chains(code))
     return frozenset(
@@ -48,7 +48,7 @@ def _read(cls: type) -> frozenset[str]:
 
 @cache
 def _used(cls: type) -> frozenset[str]:
-    """Return what a class uses in other ways than to read a weight or a bias, as it reads."""
+    """Return the modules that a class uses other than by reading a weight or bias."""
     parts = (_parts(chain) for code in _reached(cls) for chain in _chains(code))
     return frozenset(path for path, rest in parts if not rest)
 

@@ -101,7 +101,7 @@ def codes_of_values(v: Tensor, scales: AttentionScales, pv: str | None) -> Tenso
 
 
 def score_factor(columns: int, scale: float | None = None) -> float:
-    """Return what q k' is multiplied by to be a score in powers of two.
+    """Return the factor that turns q k' into scores in powers of two.
 
     Args:
         columns: of a head, without padding.
@@ -111,7 +111,7 @@ def score_factor(columns: int, scale: float | None = None) -> float:
 
 
 def measured_scales(q: Tensor, k: Tensor, v: Tensor) -> AttentionScales:
-    """Return the scales of these very numbers, of heads (N, M, D) and (N, K, D)."""
+    """Return dynamic scales, measured on heads (N, M, D) and (N, K, D)."""
     (k_mean, k_range), (v_mean, v_range) = _spread(k), _spread(v)
     return scales_of_ranges(
         q=q.abs().amax(dim=(1, 2)),
@@ -155,7 +155,7 @@ class HeadFactors(NamedTuple):
 def head_factors(
     scales: AttentionScales, columns: int, qk_format: str, scale: float | None = None
 ) -> HeadFactors:
-    """Return what codes of heads are made with.
+    """Return the factors and means that quantize heads.
 
     Args:
         scales: of the heads.
@@ -258,7 +258,7 @@ def cut_to_float16(t: Tensor) -> Tensor:
 
 
 def of_heads(numbers: Tensor, rows: int) -> Tensor:
-    """Return what each of N rows of heads has, row n that of n % S."""
+    """Return the values of each of N rows of heads; row n has those of n % S."""
     return numbers.repeat(rows // len(numbers), *[1] * (numbers.ndim - 1))
 
 

@@ -47,7 +47,7 @@ POSITIVE = ("query_range", "key_range", "value_scale")
 def scales_of_ranges(
     *, q: Tensor, k: Tensor, k_mean: Tensor, v: Tensor, v_mean: Tensor, margin: float = MARGIN
 ) -> AttentionScales:
-    """Return the scales of what was seen; a range of zero becomes 1, whose codes are zero too.
+    """Return the scales of observed ranges; for a range of zero, 1, whose codes are zero too.
 
     Args:
         q: (H,) largest |q|.

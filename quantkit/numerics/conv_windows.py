@@ -20,7 +20,7 @@ class Windows:
     @staticmethod
     @lru_cache(maxsize=1024)
     def of(numbers: tuple[int, ...]) -> "Windows":
-        """Return what ``numbers`` says."""
+        """Return the windows of ``numbers``."""
         kh, kw, sh, sw, dh, dw, left, right, top, bottom = numbers
         return Windows((kh, kw), (sh, sw), (dh, dw), (left, right, top, bottom))
 

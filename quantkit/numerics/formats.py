@@ -1,4 +1,4 @@
-"""Number formats as data: the layout of a code is typed in, everything else is derived from it."""
+"""Number formats as data: layouts of codes, from which limits, rounding and storage are derived."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def take_apart(blocks: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
 
 
 def put_together(codes: Tensor, scale: Tensor, fmt: NumberFormat) -> Tensor:
-    """Return the blocks (R, bytes) uint8 of what ``take_apart`` returns."""
+    """Return the blocks (R, bytes) uint8 of codes and scales, the inverse of ``take_apart``."""
     rows = len(codes)
     first = scale.contiguous().view(torch.uint8).reshape(-1, _SCALE_BYTES)
     rest = codes.contiguous().view(torch.uint8).reshape(len(first), -1)

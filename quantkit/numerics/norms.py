@@ -18,7 +18,7 @@ MAX_CHANNELS = SLAB_THREADS * _RUN
 
 
 def chunk_pixels(pixels: int) -> int:
-    """Return how many pixels a chunk has, the last one aside."""
+    """Return the number of pixels of every chunk but the last one."""
     return -(-pixels // (CHUNKS * _UNIT)) * _UNIT
 
 
@@ -139,7 +139,7 @@ def row_lanes(columns: int) -> int:
 
 
 def _over_rows(runs: Tensor, columns: int) -> Tensor:
-    """Return sums (M, 1) of what the runs of rows have, (M, steps, lanes).
+    """Return sums (M, 1) over the runs of rows, (M, steps, lanes).
 
     The runs of a lane in order, the lanes of a wave as a tree, waves in order.
     """
@@ -169,7 +169,7 @@ def _tree(values: Tensor) -> Tensor:
 
 
 def layer_norm(x: Tensor, *, centred: bool, eps: float) -> Tensor:
-    """Return rows (M, K) float32 less their mean where ``centred``, divided by what is left."""
+    """Return rows (M, K) float32 minus their mean where ``centred``, divided by their rms."""
     columns = torch.full((len(x), 1), x.shape[1], dtype=torch.float32, device=x.device)
     mean = torch.zeros_like(columns)
     if centred:

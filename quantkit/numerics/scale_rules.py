@@ -28,6 +28,6 @@ WEIGHT_SCALES = {
 
 
 def first_of_least(errors: Sequence[Iterable[float]]) -> int:
-    """Return which has the least sum, exactly: so blocks of any size give the same."""
+    """Return the index of the least sum, compared exactly: blocks of any size give the same."""
     sums = [fsum(error) for error in errors]
     return sums.index(min(sums))

@@ -23,7 +23,7 @@ def squared_error(
     value: Tensor | None = None,
     costs: Tensor | None = None,
 ) -> Tensor:
-    """Return what codes of ``columns / step`` lose, float64 (...).
+    """Return the squared error of codes of ``columns / step``, float64 (...).
 
     Args:
         columns: (C, ...) float32, finite.

@@ -58,7 +58,7 @@ class WeightGrid:
         return cls(fmt, granularity, *mse_factors(rows, power))
 
     def steps(self, k: int) -> Tensor:
-        """Return what a code is multiplied by: float32, broadcastable against (N, K)."""
+        """Return the scales of codes: float32, broadcastable against (N, K)."""
         wide = expand_scale(self.scale, self.granularity, k)
         return wide if self.factors is None else wide * self._by_column(self.factors, k)
 
@@ -71,7 +71,7 @@ class WeightGrid:
         return cast(rows / self.steps(rows.shape[1]), self.fmt)
 
     def values(self, codes: Tensor) -> Tensor:
-        """Return what codes (N, K) stand for, float32."""
+        """Return the values of codes (N, K), float32."""
         values = codes.float()
         if self.factors is not None:
             # First the integers, which are exact: what the int8 layer that it is would give.

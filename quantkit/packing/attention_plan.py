@@ -42,7 +42,7 @@ def plan_attention(
     section: AttentionRecipe | None,
     statistics: Mapping[str, AttentionStatistics] | None,
 ) -> PlannedAttention:
-    """Decide how attention is computed.
+    """Plan the formats and scales of attention.
 
     Args:
         component: a denoiser.
@@ -81,7 +81,7 @@ def _formats(
     section: AttentionRecipe,
     statistics: Mapping[str, AttentionStatistics] | None,
 ) -> tuple[PackedAttention | None, Mapping[str, FormatDecision]]:
-    """Return the formats of all modules, None where all stay in 16 bit; and what was decided."""
+    """Return the formats of all modules, None where all stay in 16 bit; and the decisions."""
     if section.is_uniform:
         # Whatever modules there are: nothing is built to list them.
         pv = None if section.pv == NONE else section.pv

@@ -119,7 +119,7 @@ def _decide(
 def _why(
     best: AttentionFormat, rows: Sequence[AttentionFormat], errors: Mapping[str, float]
 ) -> str:
-    """Return the error of the chosen, and those of what is faster."""
+    """Return the errors of the chosen format and of the faster ones."""
     faster = [row for row in rows if row.cost < best.cost]
     refused = ", ".join(f"{row.name} {errors[row.name]:.4f}" for row in faster)
     return f"error {errors[best.name]:.4f}" + (f"; {refused}" if refused else "")

@@ -53,7 +53,7 @@ class Inputs:
         masks: MaskSet | None,
         hessians: Hessians | None,
     ) -> Inputs:
-        """Return what recipe, calibration, masks and second moments say of a component.
+        """Return the recipe, calibration, masks and second moments of a component.
 
         Raises:
             ArtefactError: statistics or masks of no such component.
@@ -97,7 +97,7 @@ class Inputs:
         return frozenset(self.masks)
 
     def expected(self, layer: Layer) -> Iterator[tuple[str, str]]:
-        """Yield who says what a layer's source weight must hash to, and that."""
+        """Yield each artefact's name and the digest that it expects of a layer's source weight."""
         if layer.name in self.digests:
             yield "calibration", self.digests[layer.name]
         if self.masks is not None and layer.name in self.masks:
@@ -113,7 +113,7 @@ class Inputs:
         return self.table[layer.name]
 
     def activation(self, layer: Layer, scheme: Scheme) -> ActivationRecipe:
-        """Return how the layer's input is quantized, its buckets those of the scheme.
+        """Return the quantization of the layer's input, with the buckets of the scheme.
 
         The scheme has the edges that were chosen, also where the recipe has a number or auto.
         """
@@ -121,7 +121,7 @@ class Inputs:
         return activation.model_copy(update={"buckets": scheme.buckets or 1})
 
     def mask_source(self, layer: Layer) -> MaskSource:
-        """Return where the layer's mask comes from, block by block of rows.
+        """Return the source of the layer's mask, block by block of rows.
 
         Raises:
             InputError: the recipe's method misses its statistics.

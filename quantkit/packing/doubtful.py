@@ -27,7 +27,7 @@ MOST_LOST = 0.005
 def judge_doubtful(
     treatments: Sequence[LayerPlan], smoothing: Mapping[str, float], inputs: Inputs
 ) -> tuple[LayerPlan, ...]:
-    """Return the plans, of which doubtful layers that lose too much stay in 16 bit.
+    """Return the plans, with doubtful layers of too large an error kept in 16 bit.
 
     Args:
         treatments: of the component.

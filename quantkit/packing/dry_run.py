@@ -101,7 +101,7 @@ def forecast_pack(
     missing: tuple[str, ...],
     masks: MaskSet | None = None,
 ) -> Forecast:
-    """Say what packing would write once the missing artefacts are there.
+    """Return a forecast of packing once the missing artefacts exist.
 
     Args:
         model: the 16-bit source, of which headers are read.

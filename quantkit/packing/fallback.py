@@ -30,7 +30,7 @@ def choose_formats(
     step: str,
     progress: Progress,
 ) -> tuple[LayerPlan, ...]:
-    """Return the plans, of which layers have their fallback whose output is nearer in it.
+    """Return the plans, with the fallback format for layers whose output error is less in it.
 
     Weights are compared in 8 bits also where they are to have four: those lose more than any input,
     and cannot tell what is better for it.

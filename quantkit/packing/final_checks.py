@@ -50,7 +50,7 @@ def checked_for_loading(model: Path, plans: Sequence[ComponentPlan]) -> Iterator
 
 
 def refuse_broken_copies(model: Path, copied: Iterable[Path], *, progress: Progress) -> None:
-    """Look at the weights that will be copied, before the long work: they must be numbers.
+    """Refuse NaN and infinity in weights that will be copied, before the long work.
 
     Args:
         model: the source.

@@ -1,4 +1,4 @@
-"""One scale for layers whose rows other programs join to one weight."""
+"""Joint scales of layers that other programs join to one weight."""
 
 from __future__ import annotations
 

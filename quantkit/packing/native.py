@@ -43,7 +43,7 @@ _BLOCK = INT4.subscale_group
 
 
 def takes(plan: WeightPlan, info: TensorInfo) -> bool:
-    """Tell whether the core does all that a plan asks for, and is there."""
+    """Tell whether the core is available and supports the plan."""
     return (
         plan.mean is None
         and plan.rounder is None
@@ -59,7 +59,7 @@ def takes(plan: WeightPlan, info: TensorInfo) -> bool:
 def encode(
     plan: WeightPlan, source: SourceTensor, sinks: Mapping[str, Sink]
 ) -> Generator[Parts, None, LayerRecord]:
-    """Write what depends on the weight, of a layer that ``takes`` was asked about.
+    """Write the tensors that depend on the weight, of a layer that ``takes`` accepted.
 
     Yields:
         what is to be hashed before the next step.
@@ -200,7 +200,7 @@ class _Core:
         return bytearray(tried[first_of_least(self._errors(base))] if len(tried) > 1 else tried[0])
 
     def _errors(self, base: float) -> list[array[float]]:
-        """Return what the weight loses with each fraction of a scale, by row."""
+        """Return the weight's error for each fraction of a scale, by row."""
         tries, scale = len(self._fractions), ctypes.c_float(base)
         found = (ctypes.c_double * (self._rows * tries))()
         self._job.scale, self._job.errors = ctypes.addressof(scale), ctypes.addressof(found)
@@ -238,7 +238,7 @@ class _Core:
 
 
 def overflow(layer: str) -> NonFiniteError:
-    """Return the error that tells of a quotient that is infinite."""
+    """Return the error on an infinite quotient."""
     return NonFiniteError(f"{layer}: smoothing overflows the weight; lower smooth")
 
 

@@ -129,7 +129,7 @@ def _measure(
 
 
 def _rounded(weight: Tensor, trial: _Trial) -> Tensor:
-    """Return rows (R, K) as packing to the nearest code would leave them."""
+    """Return rows (R, K) rounded to the nearest codes, dequantized."""
     smoothed = weight / trial.columns
     # The scales are those of amax, whatever the observer: its search would take 26 times as long
     # for every candidate, and finds much the same fraction of amax for each.

@@ -110,7 +110,7 @@ def plan_pack(
 def moments_for(
     components: Sequence[Component], hessians: Hessians | None, *, needed: bool
 ) -> Hessians | None:
-    """Return the second moments if they are of these components, or should be.
+    """Return the second moments; None where they lack the components and are not needed.
 
     Args:
         components: denoisers, or a text encoder: moments may have been taken of either alone.
@@ -123,7 +123,7 @@ def moments_for(
 
 
 def complete_plan(model: Model, components: tuple[ComponentPlan, ...]) -> PackPlan:
-    """Return the plan of a model whose components are planned: what else is copied, or left out."""
+    """Return the plan of a model with planned components, and files to copy or leave out."""
     # Weights at the root of a pipeline are single-file copies of all of it, unpacked.
     planned = {plan.component.name: plan.component.class_name for plan in components}
     refuse_broken(model.path, planned)
@@ -193,7 +193,7 @@ def pack(
 
 
 def summarize(plan: PackPlan, output: Path) -> PackSummary:
-    """Return what a plan makes of the model; the sizes are exact."""
+    """Return the summary of a plan; the sizes are exact."""
     sizes = [(plan.model.path / file).stat().st_size for file in plan.copied]
     return PackSummary(
         output,

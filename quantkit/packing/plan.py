@@ -67,7 +67,7 @@ def plan_component(
     hessians: Hessians | None = None,
     progress: Progress,
 ) -> ComponentPlan:
-    """Decide what becomes of a component.
+    """Plan a component.
 
     Args:
         component: a denoiser.
@@ -181,7 +181,7 @@ def _agreed(layer: Layer, scheme: Scheme, inputs: Inputs) -> tuple[float, ...]:
 def _smoothing(
     component: Component, treatments: Sequence[LayerPlan], inputs: Inputs, progress: Progress
 ) -> dict[str, float]:
-    """Return how inputs are rescaled, of the layers where they are."""
+    """Return the smoothing of the layers that have it."""
     smooth = [t.layer.name for t in treatments if t.scheme is not None and t.scheme.smooth]
     if not smooth:
         return {}
@@ -212,7 +212,7 @@ def _if_smooth(treatment: LayerPlan, smoothing: Mapping[str, float]) -> LayerPla
 
 
 def recipe_for_header(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as the header tells it."""
+    """Return the recipe for the header."""
     # How globs are read says nothing of what was packed, nor does what was not asked for.
     unsaid = {key for key in ("text_encoders", "attention") if getattr(recipe, key) is None}
     return recipe.model_dump(mode="json", exclude={"unmatched"} | unsaid)

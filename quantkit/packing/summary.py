@@ -10,7 +10,7 @@ from quantkit.numerics.scheme import Scheme
 
 
 def tell_sizes(before: int, after: int) -> str:
-    """Return what became of so many bytes, in words."""
+    """Return sizes before and after, in words."""
     return f"{before:,} -> {after:,} bytes ({after / before:.1%})"
 
 
@@ -71,7 +71,7 @@ class PackSummary:
 
     @property
     def bytes_after(self) -> int:
-        """Size of the output, config files aside."""
+        """Size of the output without config files."""
         return self.copied_bytes + sum(c.bytes_after for c in self.components)
 
     def by_scheme(self) -> dict[Scheme, int]:

@@ -134,7 +134,7 @@ class Encoder:
         return WeightGrid.choose(rows, scheme, observer, scale=scale, power=power)
 
     def _mean_output(self, codes: Tensor, grid: WeightGrid) -> Tensor:
-        """Return what packed rows make of the mean input, (R,)."""
+        """Return the output of packed rows for the mean input, (R,)."""
         mean = self._plan.mean
         assert mean is not None
         smoothed = mean if self._columns is None else mean * self._columns

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def keep_unseen(treatments: Sequence[LayerPlan], inputs: Inputs) -> tuple[LayerPlan, ...]:
-    """Return the plans, of which layers stay in 16 bit that need inputs which nobody saw.
+    """Return the plans, with layers kept in 16 bit that need statistics and have none.
 
     Args:
         treatments: of the component.
@@ -60,7 +60,7 @@ def reads_statistics(treatment: LayerPlan, inputs: Inputs) -> bool:
 
 
 def _is_risky(treatment: LayerPlan, recipe: Recipe) -> bool:
-    """Return whether inputs become integers, or may: of those no recipe is data-free unasked."""
+    """Return whether inputs become integers, or may, an explicit choice where there is no data."""
     assert treatment.scheme is not None
     integer = treatment.scheme.weight.is_integer
     return integer and not (recipe.data_free and treatment.weight.fallback is None)

@@ -21,7 +21,7 @@ MaskSource: TypeAlias = "Callable[[Tensor, int], Tensor]"
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """All that is known of a layer before its weight is read."""
+    """The plan of a layer before its weight is read."""
 
     layer: str
     scheme: Scheme

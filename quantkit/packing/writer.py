@@ -47,7 +47,7 @@ _BLANK = "0" * 64
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A layer and what ties it to the artefacts it was planned from."""
+    """A layer, with digests of the artefacts that it was planned from."""
 
     plan: WeightPlan
     #: what the source weight must hash to, and who says so ("masks")
@@ -79,7 +79,7 @@ class ShardPlan:
         return (*(s for specs in self._specs.values() for s in specs.values()), *added)
 
     def specs_of(self, info: TensorInfo) -> Mapping[str, TensorSpec]:
-        """Return what a source tensor becomes, by the last part of the names."""
+        """Return the packed tensors of a source tensor, by the last part of their names."""
         return self._specs[info.name]
 
     @cached_property
@@ -106,7 +106,7 @@ class ShardPlan:
         return place(self.specs, len(self.header({}, {})))
 
     def header(self, records: Mapping[str, LayerRecord], digests: Mapping[str, str]) -> bytes:
-        """Return the header; what is not given stands there as zeros of the same length."""
+        """Return the header; digests that are not given are zeros of the same length."""
         infos = {name: self.source.tensors[f"{name}.weight"] for name in self.layers}
         layers = {n: records.get(n, LayerRecord(i.shape, _BLANK)) for n, i in infos.items()}
         tensors = {spec.name: digests.get(spec.name, _BLANK) for spec in self.specs}
@@ -206,7 +206,7 @@ class _ShardFile:
         stack.callback(os.close, self._target)
 
     def write(self, info: TensorInfo) -> Generator[Parts, None, Tensor | None]:
-        """Write what one source tensor becomes; return what its bias should gain, if it should.
+        """Write the packed tensors of one source tensor; return the correction of its bias, if any.
 
         Yields:
             what is to be hashed before the next step.
@@ -287,7 +287,7 @@ def _corrected_biases(files: Sequence[_ShardFile]) -> _Biases:
 
 
 def _write_together(tasks: Sequence[tuple[_ShardFile, TensorInfo]], biases: _Biases) -> None:
-    """Write tensors side by side: what two of them hash takes as long as what one does."""
+    """Write tensors in parallel: hashing two takes as long as hashing one."""
     run_together([_write(file, info, biases) for file, info in tasks])
 
 
@@ -317,7 +317,7 @@ def _check_digests(layer: PlannedLayer, record: LayerRecord) -> None:
 
 
 def _wait(futures: Mapping[Future[None], int], step: str, progress: Progress) -> None:
-    """Tell how many tensors are done, which each future has some of."""
+    """Report the number of finished tensors over all futures."""
     done, total = 0, sum(futures.values())
     progress(step, done, total)
     for future in as_completed(futures):

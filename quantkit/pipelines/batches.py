@@ -1,4 +1,4 @@
-"""The batches that prompts are denoised in, and how many of them a GPU takes at once."""
+"""Batches of prompts, and the number of batches that fit a GPU at once."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -43,7 +43,7 @@ class Call:
     inputs: OwnInputs | None = None
 
     def arguments(self, pipe: Any) -> dict[str, Any]:
-        """Return what the pipeline is called with."""
+        """Return the arguments of the pipeline's call."""
         guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
         inputs = {} if self.inputs is None else self.inputs.arguments(pipe, len(self.prompts))
         return {
@@ -122,7 +122,7 @@ def _tokens(pipe: Any, prompt: str) -> int:
 
 
 def _ways(pipe: Any) -> tuple[OwnInputs | None, ...]:
-    """Return what to try: one picture for all prompts, one for each, a prompt alone.
+    """Return the calls to try: one picture for all prompts, one for each, a prompt alone.
 
     Pipelines that edit pictures, and take prompts alone all the same, are calibrated on pictures.
     """
@@ -231,12 +231,12 @@ def _denoisers(pipe: Any) -> list[nn.Module]:
 
 
 def _telling(reasons: list[BaseException]) -> BaseException:
-    """Return the error of the way that gives most: a prompt alone lacks what was given before."""
+    """Return the error of the call with most inputs: a prompt alone lacks the others."""
     return reasons[max(0, len(reasons) - 2)]
 
 
 def _warn(pipe: Any, reasons: list[BaseException]) -> None:
-    """Say that a pipeline runs on prompts alone that also takes pictures."""
+    """Warn that a pipeline which also takes pictures runs on prompts alone."""
     if reasons:
         _LOG.warning(
             "%s: run on prompts alone, because it cannot be run with %s of quantkit's own: %s",
@@ -255,7 +255,7 @@ def _refusal(pipe: Any, call: Call, error: BaseException) -> str:
 
 
 def _refuse_uncallable(pipe: Any) -> None:
-    """Refuse what prompts and quantkit's own inputs cannot run, whatever they show.
+    """Refuse pipelines that prompts and quantkit's generated inputs cannot run.
 
     Raises:
         ModelError: naming what it needs.

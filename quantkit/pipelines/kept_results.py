@@ -60,7 +60,7 @@ class KeptResults:
         return bool(self._found)
 
     def complete(self) -> None:
-        """End the first run. What was written over in it is computed by every step."""
+        """End the first run. Results that it overwrote are computed by every step."""
         self._found = {k: r for k, r in self._found.items() if _count(r.y) == r.version}
         self._complete = True
         self.are_of_weights()
@@ -91,7 +91,7 @@ class KeptResults:
         return self._found[key]
 
     def compute(self) -> None:
-        """Compute all of them anew."""
+        """Compute all of them again."""
         for result in self._found.values():
             result.y.copy_(result.compute())
 
@@ -104,7 +104,7 @@ class KeptResults:
         return False
 
     def are_of_weights(self) -> bool:
-        """Tell whether no weight was written since the last question."""
+        """Tell whether no weight was written since the last call."""
         counts = [_count(t) for result in self._found.values() for t in result.weights]
         before, self._counts = self._counts, counts
         return before == counts

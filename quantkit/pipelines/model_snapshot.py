@@ -56,7 +56,7 @@ class Snapshot:
         return True
 
     def is_in_place(self) -> bool:
-        """Tell whether the tensors that the model had lie where they lay."""
+        """Tell whether the model's tensors have the same addresses."""
         return _addresses(self._tensors) == self._addresses
 
     def has_all(self) -> bool:

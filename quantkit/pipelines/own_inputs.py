@@ -81,6 +81,6 @@ def parameters_of(pipe: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def taken_by(pipe: Any) -> tuple[str, ...]:
-    """Return the parameters of its call that something is made for here."""
+    """Return the parameters of its call that have generated inputs."""
     known = parameters_of(pipe)
     return tuple(name for name in (*_PICTURES, *_OTHERS) if name in known)

@@ -70,7 +70,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
 
 
 def _modes() -> tuple[object, ...]:
-    """Return what else decides which kernels a call launches."""
+    """Return the global modes that decide which kernels a call launches."""
     cast = torch.is_autocast_enabled("cuda")
     return (
         torch.is_inference_mode_enabled(),
@@ -97,7 +97,7 @@ class Recording:
 
 @dataclass(frozen=True, eq=False)
 class RecordedStep:
-    """A recorded call: its inputs are copied in, what it returns is copied out."""
+    """A recorded call: its inputs are copied in, its results are copied out."""
 
     inputs: tuple[Tensor, ...]
     step: Recording
@@ -178,7 +178,7 @@ def record(call: Callable[..., Any], inputs: Inputs, pool: Any) -> tuple[Recorde
 
 
 def run_aside(run: Callable[[], Any], device: torch.device) -> Any:
-    """Return what a call returns, run on the stream that it is captured on afterwards."""
+    """Return the result of a call, run on the stream that it is captured on afterwards."""
     with torch.cuda.device(device):
         aside, current = _aside(device), torch.cuda.current_stream()
         aside.wait_stream(current)
@@ -190,7 +190,7 @@ def run_aside(run: Callable[[], Any], device: torch.device) -> Any:
 
 
 def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Recording:
-    """Return what a call queues, which is not run.
+    """Return a graph of a call's kernels, which are not run.
 
     Args:
         run: the call.

@@ -125,7 +125,7 @@ def load_pipeline(model: Model, device: torch.device, dtype: torch.dtype | None 
 
 @contextmanager
 def loading_by_diffusers(path: Path, *, cure: str) -> Iterator[None]:
-    """Say in one line what diffusers, transformers or tokenizers raise in the body.
+    """Turn errors of diffusers, transformers or tokenizers into one line.
 
     Args:
         path: what is loaded.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Version(NamedTuple):
-    """A tensor as it was: gone, or written since, it is another one."""
+    """A tensor's identity and version; a freed or overwritten tensor no longer matches."""
 
     tensor: "weakref.ref[Tensor]"
     version: int
@@ -22,7 +22,7 @@ class Version(NamedTuple):
 
 
 def version_of(x: Tensor, gone: Callable[[Any], None] | None = None) -> Version:
-    """Return a tensor as it is.
+    """Return the current version of a tensor.
 
     Args:
         x: counts its versions: no tensor of inference mode.
@@ -33,7 +33,7 @@ def version_of(x: Tensor, gone: Callable[[Any], None] | None = None) -> Version:
 
 
 def same_versions(versions: Sequence[Version], tensors: Sequence[Tensor]) -> bool:
-    """Tell whether tensors are, in turn, those that they were."""
+    """Tell whether tensors match versions, pairwise."""
     return len(versions) == len(tensors) and all(
         was.is_now(now) for was, now in zip(versions, tensors, strict=True)
     )

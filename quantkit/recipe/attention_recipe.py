@@ -57,7 +57,7 @@ class AttentionRecipe(Strict):
 
     @property
     def needs_calibration(self) -> bool:
-        """True when something is chosen from what was observed."""
+        """True when something is chosen from calibration."""
         return (self.scales == "static" or self.chooses_formats) and not self.is_off
 
     @property
@@ -67,7 +67,7 @@ class AttentionRecipe(Strict):
 
     @property
     def chooses_formats(self) -> bool:
-        """True when formats of some modules are those whose measured errors are small."""
+        """True when the formats of some modules are chosen by their measured errors."""
         words = [(self.qk, self.pv), *((o.qk, o.pv) for o in self.overrides)]
         return any("auto" in pair for pair in words)
 
@@ -82,7 +82,7 @@ class AttentionRecipe(Strict):
         return self.layers == ("*",) and not self.overrides and not self.chooses_formats
 
     def formats_of(self, module: str) -> tuple[AttentionFormat, ...]:
-        """Return the formats that a module may have, of which the error decides; none: 16 bit."""
+        """Return the formats that a module may have, to be chosen by error; none: 16 bit."""
         if not matches(module, self.layers) or matches(module, self.exclude):
             return ()
         qk, pv = self.qk, self.pv

@@ -31,7 +31,7 @@ def recipe_text(recipe: Recipe, remarks: dict[str, str]) -> str:
 
 
 def _ordered(values: dict[str, Any]) -> dict[str, Any]:
-    """Put what a person would write first, first, and leave out what is empty."""
+    """Put keys in the order that people write them, without empty ones."""
     first = ("name", "description", "weight", "activation", "sparsity")
     return {key: values[key] for key in (*first, *values) if values.get(key) not in (None, [])}
 

@@ -49,7 +49,7 @@ def printable(name: str) -> str:
 
 
 def checked_granularity(text: str) -> str:
-    """Return a granularity as it is written shortest.
+    """Return a granularity in its shortest spelling.
 
     Raises:
         RecipeError: it cannot be.
@@ -58,7 +58,7 @@ def checked_granularity(text: str) -> str:
 
 
 def checked_format(name: str) -> str:
-    """Return the name of a number format that there is.
+    """Return the name of a known number format.
 
     Raises:
         RecipeError: there is none.
@@ -80,7 +80,7 @@ def checked_pattern(text: str) -> str:
 
 
 def ascending(buckets: "Buckets") -> "Buckets":
-    """Return timestep buckets that can be.
+    """Return valid timestep buckets.
 
     Raises:
         RecipeError: it cannot be.
@@ -94,7 +94,7 @@ def ascending(buckets: "Buckets") -> "Buckets":
 
 
 def alpha_or_auto(smooth: "Smooth") -> "Smooth":
-    """Return a strength of SmoothQuant that can be.
+    """Return a valid strength of SmoothQuant.
 
     Raises:
         RecipeError: it cannot be.
@@ -120,7 +120,7 @@ def matches(layer: str, patterns: Sequence[str]) -> bool:
 
 
 def is_glob(pattern: str) -> bool:
-    """Tell whether a pattern means more than the one name that it is."""
+    """Tell whether a pattern has wildcards."""
     return not _WILD.isdisjoint(pattern)
 
 

@@ -228,7 +228,7 @@ class Recipe(Strict):
 
     @property
     def _integer_inputs(self) -> bool:
-        """True when inputs may become integers, which without statistics is to be asked for."""
+        """True when inputs may become integers and the recipe is not data-free."""
         weighs = any(find_format(weight.format).is_integer for weight in self._weights)
         return not self.data_free and weighs and any(a.mode != "none" for a in self._activations)
 
@@ -237,7 +237,7 @@ class Recipe(Strict):
         return (self.activation, *(o.activation for o in self.overrides if o.activation))
 
     def settings(self, layer: str) -> LayerSettings:
-        """Return what holds for the layer at this module path."""
+        """Return the settings of the layer at this module path."""
         keep: bool | None = True if matches(layer, self.keep) else None
         weight, activation, sparse = self.weight, self.activation, self._sparse(layer)
         for override in self.overrides:
@@ -249,7 +249,7 @@ class Recipe(Strict):
         return LayerSettings(keep, weight, activation, sparse)
 
     def for_encoder(self, encoder: str) -> "Recipe":
-        """Return how the layers of a text encoder are treated.
+        """Return the recipe of a text encoder's layers.
 
         Args:
             encoder: the component's name; empty for one alone.

@@ -32,7 +32,7 @@ _STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 def plan_quants(
     component: Component, recipe: Recipe, masked: Collection[str]
 ) -> dict[str, LayerQuant]:
-    """Return how the recipe packs each layer of a component; layers kept in 16 bit are left out.
+    """Return the quantization of each layer of a component, without layers kept in 16 bit.
 
     Static scales are those of each batch, in one timestep bucket, whatever the recipe's buckets:
     the calibration that sets them is of the trained model, later.

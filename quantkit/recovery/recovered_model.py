@@ -1,4 +1,4 @@
-"""Writing a recovered model: the pipeline as it was, with other weights in its denoiser."""
+"""Writing a recovered model: a copy of the pipeline with new weights in its denoiser."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -120,7 +120,7 @@ def _write_shard(source: Path, target: Path, recovered: Recovered) -> None:
 
 
 def _trained(before: Tensor, name: str, recovered: Recovered) -> Tensor:
-    """Return what a tensor of the file became, in its own dtype."""
+    """Return the recovered values of a tensor, in its own dtype."""
     if name not in recovered.weights:
         return before
     value = recovered.weights[name]
@@ -140,7 +140,7 @@ def _trained(before: Tensor, name: str, recovered: Recovered) -> Tensor:
 
 
 def _check_zeros(component: Component, masks: dict[str, LayerMask]) -> None:
-    """Hold the written file to its masks: every weight that is not kept is zero."""
+    """Check the written file against its masks: every weight that is not kept is zero."""
     for layer in list_layers(component):
         if layer.name not in masks:
             continue

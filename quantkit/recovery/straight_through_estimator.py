@@ -66,7 +66,7 @@ class QuantizeWeight(torch.autograd.Function):
 
 
 class QuantizedLinear(torch.autograd.Function):
-    """Rows (M, K) quantized, times a weight (N, K) that is."""
+    """Quantized rows (M, K) times a quantized weight (N, K)."""
 
     @staticmethod
     def forward(
@@ -93,7 +93,7 @@ class QuantizedLinear(torch.autograd.Function):
 
 
 class QuantizedConv2d(torch.autograd.Function):
-    """Windows of (B, C, H, W), padded before, quantized, times a weight (N, C, kh, kw) that is."""
+    """Quantized windows of padded (B, C, H, W) times a quantized weight (N, C, kh, kw)."""
 
     @staticmethod
     def forward(
@@ -141,7 +141,7 @@ def _output_dtype(x: Tensor) -> torch.dtype:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return what products are taken in."""
+    """Return the dtype of products."""
     dtype = _output_dtype(x)
     # Unscaled sums of codes, up to 448 each, leave the range of float16.
     return torch.float32 if dtype is torch.float16 else dtype

@@ -1,6 +1,6 @@
 """Measuring a model's sensitivity: every layer on stored inputs, some of them in the pipeline.
 
-Attention modules are measured in the pipeline, in the run that is made of it as it is.
+Attention modules are measured in the pipeline, during its run without treatments.
 """
 
 import hashlib
@@ -119,7 +119,7 @@ def measure_sensitivity(
 
 @dataclass(frozen=True, eq=False)
 class TriedPipeline:
-    """A loaded pipeline that was tried on prompts."""
+    """A loaded pipeline that passed a trial on prompts."""
 
     subject: MeasuredModel
     pipe: Any
@@ -146,21 +146,21 @@ class TriedPipeline:
         return denoiser
 
     def latents(self) -> Tensor:
-        """Return the latents that it ends with."""
+        """Return its final latents."""
         settings = self.subject.recipe.calibration
         return final_latents(self.pipe, self.prompts, settings, self.inputs)
 
 
 @dataclass(frozen=True, eq=False)
 class Probing:
-    """A pipeline, and the latents that it ends with as it is."""
+    """A pipeline, and its final latents without treatments."""
 
     pipeline: TriedPipeline
     untouched: Tensor
 
     @classmethod
     def start(cls, pipeline: TriedPipeline, errors: AttentionErrors) -> "Probing":
-        """Run the pipeline as it is, while errors of attention modules are taken."""
+        """Run the pipeline without treatments, and measure errors of attention modules."""
         with errors.listening(pipeline.denoiser):
             return cls(pipeline, pipeline.latents())
 
@@ -228,7 +228,7 @@ def _budget(recipe: Recipe) -> BudgetRecipe:
 
 
 def _edge(sensitivity: Sensitivity) -> tuple[BudgetRecipe, list[str]]:
-    """Return the budget whose edge is looked at, and what there is to say of it."""
+    """Return the budget whose edge is probed, and notes on it."""
     budget = _budget(sensitivity.recipe)
     halfway = BudgetRecipe(treatments=budget.treatments)
     if budget.ssim is not None:

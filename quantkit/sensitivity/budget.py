@@ -71,7 +71,7 @@ class Assignment:
 
     @property
     def size(self) -> float:
-        """Packed size as a share of the source's, file headers aside."""
+        """Packed size as a share of the source's, without file headers."""
         packed = self.problem.fixed_bytes + sum(candidate.bytes for candidate in self.chosen)
         return packed / self.problem.bytes_before
 
@@ -179,7 +179,7 @@ def is_kept(layer: LayerSensitivity, recipe: Recipe) -> bool:
 
 @dataclass(frozen=True)
 class Goal:
-    """A budget as a knapsack: what is limited, and what is then made small."""
+    """A budget as a knapsack: the limited quantity, and the one to minimise."""
 
     cost: Callable[[Candidate], float]
     loss: Callable[[Candidate], float]
@@ -204,7 +204,7 @@ def goal_of(problem: AssignmentProblem, budget: BudgetRecipe) -> Goal:
 
 
 def optimize(problems: Sequence[AssignmentProblem], budget: BudgetRecipe) -> Assignment:
-    """Return the best choice over all problems: least of what the budget does not limit.
+    """Return the best choice over all problems: the least of the quantity without a limit.
 
     Raises:
         RecipeError: no choice meets the budget; the text says how near one comes.
@@ -246,7 +246,7 @@ def _out_of_reach(problems: Sequence[AssignmentProblem], budget: BudgetRecipe) -
 
 
 def reasons(assignment: Assignment, goal: Goal) -> tuple[str, ...]:
-    """Return per layer why it has its treatment: what its neighbours would lose and cost."""
+    """Return the reason of each layer's treatment: error and cost of the next ones."""
     return tuple(
         _reason(layer, options, options[index], assignment.problem.gains[layer.name], goal)
         for layer, options, index in zip(

@@ -123,7 +123,7 @@ def _refuse_other_rows(layer: Layer, statistics: LayerStatistics) -> None:
 
 
 def _by_weight(treatments: Sequence[Treatment]) -> Iterator[list[Treatment]]:
-    """Yield the treatments that leave the same weight together, so that it is made once."""
+    """Yield groups of treatments with the same weight, so that it is computed once."""
     groups: dict[tuple[str | None, str | None], list[Treatment]] = {}
     for treatment in treatments:
         name = None if treatment.format is None else treatment.format.name

@@ -33,7 +33,7 @@ from quantkit.sparsity.sparsegpt import Surgeon
 
 @dataclass(frozen=True, eq=False)
 class MeasuredModel:
-    """One denoiser, what the recipe says of it, and what a calibration knows of its inputs."""
+    """One denoiser, its recipe, and the statistics of its inputs."""
 
     model: Model
     component: Component
@@ -88,7 +88,7 @@ class MeasuredModel:
         return cls(model, component, recipe, calibration, layers, surgeon)
 
     def inputs(self, layer: str) -> StoredInputs:
-        """Return what is known of a layer's input."""
+        """Return the statistics of a layer's input."""
         return StoredInputs(self.calibration.of(self.component)[layer], self.calibration.edges)
 
     @property
@@ -110,7 +110,7 @@ class MeasuredModel:
         }
 
     def attention_scales(self, device: torch.device) -> dict[str, AttentionScales | None]:
-        """Return the static scales of these modules; None where each call finds its own."""
+        """Return the static scales of these modules; None where each call measures its own."""
         settings = self.attention_settings
         if settings.scales == "dynamic":
             return dict.fromkeys(self.attention)
@@ -141,7 +141,7 @@ class MeasuredModel:
                 )
 
     def substitute(self, layer: str, treatment: str, device: torch.device) -> Substitute:
-        """Return what a layer computes with under a treatment.
+        """Return the substitutes of a layer under a treatment.
 
         Raises:
             RecipeError: it needs second moments, and there are none.

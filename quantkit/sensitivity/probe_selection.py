@@ -13,7 +13,7 @@ UNCERTAINTY = 2.0
 
 @dataclass(frozen=True)
 class Probe:
-    """A layer to run, under the treatment that is at stake."""
+    """A layer to run, and its treatment."""
 
     layer: str
     treatment: str
@@ -21,7 +21,7 @@ class Probe:
 
 
 def next_probe(assignment: Assignment, budget: BudgetRecipe) -> Probe | None:
-    """Return what to measure next; None when no choice would flip.
+    """Return the next measurement; None when no choice would change.
 
     A step from one treatment of a layer to the next is taken while it gains more per cost than the
     last step that the budget allows. A layer is near the edge if one of its steps is within

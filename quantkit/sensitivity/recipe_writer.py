@@ -26,7 +26,7 @@ from quantkit.storage.written import YAML_MARK
 def chosen_recipe(
     sensitivity: Sensitivity, recipe: Recipe, assignment: Assignment, why: str
 ) -> Recipe:
-    """Return the recipe that gives every layer its treatment.
+    """Return the recipe with every layer's treatment.
 
     Scales are chosen as they were for the measurement; of ``recipe`` stay what it keeps, its own
     overrides, and its calibration and gates. It has no budget any more.

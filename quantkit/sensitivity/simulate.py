@@ -36,7 +36,7 @@ class Substitute:
 
 @contextmanager
 def treated(denoiser: nn.Module, substitutes: Mapping[str, Substitute]) -> Iterator[None]:
-    """Let layers compute with their substitutes while the body runs; the module is as it was after.
+    """Let layers compute with their substitutes while the body runs; modules are restored after.
 
     Products are float32, as the kernels' sums; each layer returns the dtype that it was called in.
 
@@ -66,7 +66,7 @@ def treated(denoiser: nn.Module, substitutes: Mapping[str, Substitute]) -> Itera
 def final_latents(
     pipe: Any, prompts: Sequence[str], settings: CalibrationRecipe, inputs: OwnInputs | None = None
 ) -> Tensor:
-    """Return the latents that the pipeline ends with, float32 on the CPU, one row a prompt.
+    """Return the pipeline's final latents, float32 on the CPU, one row a prompt.
 
     Args:
         pipe: a pipeline.

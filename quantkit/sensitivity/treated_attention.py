@@ -21,7 +21,7 @@ def rounding(
     formats: Mapping[str, AttentionFormat],
     scales: Mapping[str, AttentionScales | None],
 ) -> AbstractContextManager[None]:
-    """Return the context in which attention modules compute on codes, calls with a mask aside.
+    """Return the context in which attention modules compute on codes, except calls with a mask.
 
     Args:
         denoiser: the module that the pipeline calls.
@@ -46,7 +46,7 @@ class AttentionErrors:
     _sums: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def listening(self, denoiser: nn.Module) -> AbstractContextManager[None]:
-        """Return the context in which calls of modules are measured, and are what they were."""
+        """Return the context in which calls of modules are measured and not changed."""
         return _attending(denoiser, {name: partial(self._measure, name) for name in self.scales})
 
     def of(self, module: str) -> dict[str, float]:

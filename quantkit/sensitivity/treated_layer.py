@@ -39,7 +39,7 @@ class InputCast:
     edges: tuple[float, ...] = ()
 
     def at(self, timestep: float) -> Tensor | None:
-        """Return the static scale, shape [], that holds at a timestep; None: per row."""
+        """Return the static scale, shape [], of a timestep; None: per row."""
         return None if self.scale is None else self.scale[bucket_of(timestep, self.edges)]
 
 
@@ -60,7 +60,7 @@ def round_input(values: Tensor, fmt: NumberFormat, scale: Tensor | None, axis: i
 def treat_weight(
     rows: Tensor, treatment: Treatment, settings: LayerSettings, second_moment: Tensor | None
 ) -> Tensor:
-    """Return the weight that a treatment leaves, masked and rounded.
+    """Return the weight under a treatment, masked and rounded.
 
     Args:
         rows: (N, K) float32.
@@ -81,7 +81,7 @@ def treat_weight(
 
 @dataclass(frozen=True, eq=False)
 class PrunedWeight:
-    """A weight that SparseGPT pruned and updated, and what rounds it."""
+    """A weight that SparseGPT pruned and updated, and its rounding."""
 
     #: float32 (N, K), zero where nothing is kept
     rows: Tensor
@@ -106,7 +106,7 @@ class PrunedWeight:
         return cls(values, settled.mask, rounding)
 
     def packed(self, treatment: Treatment, settings: LayerSettings) -> Tensor:
-        """Return the weight (N, K) that a treatment leaves, as ``treat_weight`` does."""
+        """Return the weight (N, K) under a treatment, as ``treat_weight`` does."""
         scheme = scheme_of(treatment, settings.weight, ())
         if scheme is None:
             return self.rows
@@ -123,7 +123,7 @@ def treat_input(
     statistics: LayerStatistics,
     edges: Sequence[float],
 ) -> InputCast | None:
-    """Return how a treatment casts inputs; None: not at all.
+    """Return a treatment's quantization of inputs; None: none.
 
     Args:
         treatment: static scales are chosen for its format.

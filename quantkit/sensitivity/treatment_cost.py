@@ -50,7 +50,7 @@ RX_9070_XT = PeakRates(
 def packed_bytes(
     layer: Layer, treatment: Treatment, weight: WeightRecipe, edges: tuple[float, ...]
 ) -> int:
-    """Return the bytes of a layer's weight, scales and metadata, the bias aside.
+    """Return the bytes of a layer's weight, scales and metadata, without the bias.
 
     Args:
         layer: its weight.
@@ -71,7 +71,7 @@ def packed_bytes(
 def modelled_seconds(
     layer: Layer, treatment: Treatment, nbytes: int, rows: float, device: PeakRates = RX_9070_XT
 ) -> float:
-    """Return how long one denoising step of one picture spends in a layer, by the model above.
+    """Return the modelled seconds of a layer in one denoising step of one picture.
 
     Args:
         layer: N and K.
@@ -92,7 +92,7 @@ def attention_seconds(
     rows: float,
     device: PeakRates = RX_9070_XT,
 ) -> float:
-    """Return how long one denoising step of one picture spends in an attention module.
+    """Return the modelled seconds of an attention module in one denoising step of one picture.
 
     Products of queries and keys and of probabilities and values at peak rates, or reading and
     writing, whichever is more; on codes, q, k and v are read in 16 bit and written as codes first.

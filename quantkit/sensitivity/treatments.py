@@ -118,7 +118,7 @@ def activation_recipe(
 def scheme_of(
     treatment: Treatment, weight: WeightRecipe, edges: tuple[float, ...]
 ) -> Scheme | None:
-    """Return how a packed checkpoint stores the treatment; None: as the source does.
+    """Return the scheme of the treatment in a packed checkpoint; None: stays as in the source.
 
     Args:
         treatment: one that packs.

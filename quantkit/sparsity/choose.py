@@ -107,7 +107,7 @@ class LayerInputs:
         *,
         update: bool,
     ) -> "LayerInputs":
-        """Return what calibration and second moments say of a component.
+        """Return a component's statistics and second moments.
 
         Args:
             component: the denoiser.
@@ -125,7 +125,7 @@ class LayerInputs:
         )
 
     def is_unseen(self, layer: Layer) -> bool:
-        """Return whether calibration listened to a layer that no prompt called."""
+        """Return whether calibration observed a layer that no prompt called."""
         if self.surgeon is not None:
             return self.surgeon.hessians.is_unseen(self.component, layer)
         return layer.name in self.digests and layer.name not in self.statistics

@@ -1,4 +1,4 @@
-"""Masks as values, and the file that holds them."""
+"""Masks of layers, and their file."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

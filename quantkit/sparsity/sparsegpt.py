@@ -43,7 +43,7 @@ class UpdatedLayer:
 
 
 def target_moment(moments: Moments, *, bias: bool) -> Tensor:
-    """Return what the error is measured in, (K, K).
+    """Return the moment matrix of the error, (K, K).
 
     A bias takes up the mean of the error, so that only the covariance is left.
     """
@@ -116,7 +116,7 @@ def lost_share(
 
 @dataclass(frozen=True)
 class Surgeon:
-    """Second moments at hand, where to compute, and where to leave what is settled."""
+    """SparseGPT on second moments, with a device and a scratch folder for results."""
 
     hessians: Hessians
     device: torch.device

@@ -1,4 +1,4 @@
-"""The file of an artefact: one safetensors file, JSON in its header, a checksum of both."""
+"""Artefact files: safetensors with JSON metadata in the header and a checksum of both."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def write_artefact(
 
 
 def read_about(path: Path, kind: str) -> dict[str, Any]:
-    """Return what is said about the tensors, which are not read: no checksum is looked at.
+    """Return the metadata; tensors are not read, and no checksum is checked.
 
     Args:
         path: the file.
@@ -61,7 +61,7 @@ def read_about(path: Path, kind: str) -> dict[str, Any]:
 
 
 def read_artefact(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and what was said about them.
+    """Return the tensors and the metadata.
 
     Args:
         path: the file.
@@ -79,7 +79,7 @@ def read_artefact(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def _about(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a header's entry, and what is said in it about the tensors."""
+    """Return a header's entry, and the metadata of the tensors in it."""
     metadata = read_header(path, error=ArtefactError).metadata
     if kind not in metadata:
         raise ArtefactError(f"{path}: not a {kind} file: its header lacks that key")

@@ -1,4 +1,4 @@
-"""Byte-for-byte copies of what a packed checkpoint leaves as it was."""
+"""Byte-for-byte copies of the files that a packed checkpoint leaves unchanged."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ _NO_RANGE_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, err
 
 
 def list_files(folder: Path, *, within: Path | None = None) -> list[Path]:
-    """Return the files below ``folder``, relative to it, sorted; quantkit's own marker aside.
+    """Return the files below ``folder``, relative to it, sorted, without quantkit's own marker.
 
     Args:
         folder: a model, or a part of one.

@@ -31,7 +31,7 @@ class ExpectedDigest:
     sha256: str
 
     def breach(self) -> str:
-        """Return a line that says how the bytes are others; empty when they are not."""
+        """Return a line on bytes with another digest; empty when they match."""
         try:
             found = _sha256(self.path, self.start, self.stop)
         except (OSError, EOFError) as error:
@@ -43,7 +43,7 @@ class ExpectedDigest:
         return f"{self.path}: {self.what}cannot be read ({error})"
 
     def judged(self, found: str) -> str:
-        """Return a line that says how a digest is another; empty when it is not."""
+        """Return a line on a digest that does not match; empty when it does."""
         if found == self.sha256:
             return ""
         return (
@@ -53,7 +53,7 @@ class ExpectedDigest:
 
 
 class Hashing:
-    """expected digests that threads check while the caller does something else."""
+    """Expected digests that threads check while the caller does something else."""
 
     def __init__(self, claims: Sequence[ExpectedDigest]) -> None:
         """Start; hashing releases the GIL, so threads run in parallel with the caller."""

@@ -94,7 +94,7 @@ def rewritten_file(output: Path) -> Iterator[Path]:
 
 @contextmanager
 def _told_as(output: Path, made: Path) -> Iterator[None]:
-    """Name the output in errors of the body: nobody finds the stage, which is gone by then."""
+    """Name the output in errors of the body, not the stage, which is removed by then."""
     try:
         yield
     except QuantkitError as error:

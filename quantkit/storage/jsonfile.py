@@ -121,7 +121,7 @@ def read_measured(
 
 @contextmanager
 def parsing(path: Path, *, cure: str) -> Iterator[None]:
-    """Make an ``ArtefactError`` of what the body raises when entries are not what they should be.
+    """Turn errors that the body raises on unexpected entries into an ``ArtefactError``.
 
     Args:
         path: the file that they are from.

@@ -1,4 +1,4 @@
-"""The file that says what quantkit wrote into a folder: ``--force`` deletes nothing else."""
+"""The marker file that lists quantkit's files in a folder: ``--force`` deletes nothing else."""
 
 import json
 import os

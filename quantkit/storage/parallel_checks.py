@@ -16,7 +16,7 @@ _MOST = 8
 def in_threads(
     work: Callable[[Item], Result], items: Iterable[Item]
 ) -> Generator[Result, None, None]:
-    """Yield what ``work`` makes of each item, in their order; what is not asked for is given up."""
+    """Yield results of ``work`` in the items' order; the rest is cancelled if the caller stops."""
     pool = ThreadPoolExecutor(min(cores(), _MOST))
     try:
         yield from pool.map(work, items)

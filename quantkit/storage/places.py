@@ -140,7 +140,7 @@ def _refuse_existing(output: Path, *, force: bool) -> None:
 
 
 def _identity(output: Path) -> tuple[int, int, int] | None:
-    """Return what tells a folder from its successor; None: there is none."""
+    """Return the identity of a folder, to detect a replacement; None: there is none."""
     try:
         found = output.lstat()
     except FileNotFoundError:

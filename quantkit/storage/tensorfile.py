@@ -120,7 +120,7 @@ def _parsed(path: Path, size: int, text: bytes, error: type[InputError]) -> Head
 
 
 def _ask_library(path: Path, text: bytes, error: type[InputError]) -> None:
-    """Let the library judge the header too: what it refuses, no loader reads.
+    """Check the header with the library too: no loader reads what it refuses.
 
     It gets the header alone, so that it misses the data, which it says when all else is right:
     opening the file by it would import numpy, which takes longer than packing a small model.
@@ -131,7 +131,7 @@ def _ask_library(path: Path, text: bytes, error: type[InputError]) -> None:
 
 
 def _complaint(text: bytes) -> str:
-    """Return what the library has against a header without its data."""
+    """Return the library's message on a header without its data."""
     from safetensors import SafetensorError, deserialize
 
     try:

@@ -26,7 +26,7 @@ MAX_DIGITS = 40
 
 
 class _Loader(_Base):
-    """The safe loader, that refuses a key that stands twice and numbers beyond all use."""
+    """The safe loader; it also refuses duplicate keys and numbers that are too large."""
 
 
 def parse_yaml(text: str) -> Any:

@@ -72,7 +72,7 @@ def recipe_with(recipe: str, changes: Sequence[str]) -> Recipe:
 
 
 def opened(model: ModelLike, recipe: RecipeLike) -> tuple[Model, Recipe]:
-    """Return both, opened, which fit each other; the recipe is tuned for the model's family.
+    """Return both, opened and checked against each other; the recipe is tuned for the family.
 
     The recipe is read first: a mistake in it should not show after a download.
 
@@ -85,7 +85,7 @@ def opened(model: ModelLike, recipe: RecipeLike) -> tuple[Model, Recipe]:
 
 
 def fitted(model: Model, recipe: Recipe, where: str) -> tuple[Model, Recipe]:
-    """Return a model, of the family that a recipe names, and the recipe as its layers follow it.
+    """Return a model, of the family that a recipe names, and the recipe tuned for its layers.
 
     Args:
         model: a pipeline, a denoiser or a text encoder.
@@ -103,7 +103,7 @@ def fitted(model: Model, recipe: Recipe, where: str) -> tuple[Model, Recipe]:
 
 
 def name_of(recipe: RecipeLike) -> str:
-    """Return what messages call a recipe."""
+    """Return the name of a recipe in messages."""
     return f"recipe {recipe.name}" if isinstance(recipe, Recipe) else str(recipe)
 
 
@@ -151,7 +151,7 @@ def as_prompts(prompts: PromptsLike | None) -> tuple[str, ...]:
 def surgeon_of(
     hessians: HessiansLike | None, device: str, scratch: Path | None = None
 ) -> "Surgeon | None":
-    """Return what computes with the second moments, if there are any."""
+    """Return the ``Surgeon`` of the second moments, if there are any."""
     found = as_hessians(hessians)
     if found is None:
         return None

@@ -38,7 +38,7 @@ __all__ = ["KernelBench", "ModelBenchSettings", "bench_kernels", "bench_model", 
 
 @dataclass(frozen=True, eq=False)
 class KernelBench:
-    """The figures, and what became of a baseline."""
+    """The figures, and the comparison with a baseline."""
 
     result: BenchResult
     #: None: there was no baseline
@@ -185,7 +185,7 @@ def estimate_model(
     force: bool = False,
     progress: Progress = silent,
 ) -> EstimateResult:
-    """Estimate one step of a denoiser on a card that need not be here.
+    """Estimate one step of a denoiser on a card, without the card.
 
     Args:
         config: what to build without weights, as in bench_model.
@@ -215,6 +215,6 @@ def estimate_model(
 
 
 def _with_attention(contender: ModelContender, formats: Sequence[str]) -> list[ModelContender]:
-    """Return a contender, and that with its attention on codes of each format."""
+    """Return a contender, and variants with attention on codes of each format."""
     # What torchao makes goes without: it would be a third tool's and quantkit's work in one.
     return [contender, *(contender.with_attention(f) for f in formats if not contender.torchao)]

@@ -134,7 +134,7 @@ def build(
 
 
 def _there(path: Path, load: Callable[[Path], Artefact], *, resume: bool) -> Artefact | None:
-    """Return what an earlier run had made, if that is gone on with."""
+    """Return the artefact of an earlier run that is resumed."""
     return load(path) if resume and path.exists() else None
 
 
@@ -147,7 +147,7 @@ def _hessians(
     device: str,
     progress: Progress,
 ) -> Hessians | None:
-    """Return the second moments of a recipe that needs them; what is there is not taken again."""
+    """Return the second moments of a recipe that needs them; existing ones are reused."""
     if not recipe.needs_hessians:
         return None
     return collect_hessians(

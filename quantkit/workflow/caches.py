@@ -32,7 +32,7 @@ class CacheEntry:
 
 
 def list_cache() -> tuple[CacheEntry, ...]:
-    """Return what lies in the cache, the largest first."""
+    """Return the entries of the cache, the largest first."""
     found = [
         CacheEntry(cache, path, _bytes_of(path), path.stat().st_mtime)
         for cache in CACHES
@@ -69,7 +69,7 @@ def delete_from_cache(names: Sequence[str]) -> tuple[CacheEntry, ...]:
 
 
 def shrink_cache(most: int) -> tuple[CacheEntry, ...]:
-    """Delete single files from the cache, those that were not opened for longest first.
+    """Delete single files from the cache, the least recently opened first.
 
     Nothing does so by itself: what another command is reading would go, too.
 

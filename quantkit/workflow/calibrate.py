@@ -141,7 +141,7 @@ def calibrate(
     progress: Progress = silent,
     tell: Tell = unheard,
 ) -> Calibrated | Any:
-    """Run a pipeline on prompts, and keep statistics of what its layers read.
+    """Run a pipeline on prompts, and store statistics of its layers' inputs.
 
     Processes that ``torchrun`` or ``accelerate launch`` started share the prompts.
 

@@ -61,7 +61,7 @@ class Examination:
 
 
 def examine(packed: str | Path | None = None, *, device: str = "auto") -> Examination:
-    """Survey devices, compilers and caches, and which back end would run each operation and why.
+    """Survey devices, compilers and caches, and the backend of each operation with its reason.
 
     Args:
         packed: a packed directory, to say the same of each of its layers and attention modules;

@@ -367,7 +367,7 @@ def fetch_networks(
     clip: str | None = None,
     without: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
-    """Download what metrics are measured with, if it is not in the caches.
+    """Download the networks of metrics that are not in the caches.
 
     Args:
         lpips_weights: torchvision's AlexNet weights; None: torchvision's cache.
@@ -387,7 +387,7 @@ def fetch_networks(
 def _background(
     calibration: str | Path | None, sensitivity: str | Path | None, settings: EvaluationSettings
 ) -> Background:
-    """Open what is known of how the pipeline was packed."""
+    """Open the artefacts that the pipeline was packed with."""
     measured = None
     if sensitivity is not None:
         measured = load_sensitivity(Path(sensitivity)), str(sensitivity)
@@ -401,7 +401,7 @@ def _background(
 
 
 def _open_pairs(model: ModelLike, packed: Sequence[PackedLike], device: torch.device) -> list[Pair]:
-    """Open the original with each of the others, and refuse what cannot run here, or together."""
+    """Open the original with each of the others, and refuse pairs that cannot run here."""
     pairs = [open_pair(_opened(model), Path(folder)) for folder in packed]
     for pair in pairs:
         if pair.quantized:
@@ -413,7 +413,7 @@ def _open_pairs(model: ModelLike, packed: Sequence[PackedLike], device: torch.de
 def _rehearse(
     pairs: Sequence[Pair], pictures: GenerationSettings, device: torch.device, progress: Progress
 ) -> None:
-    """Try what other tools quantized, before the original runs."""
+    """Try pipelines of other tools before the original runs."""
     dtype = common_dtype(pairs)
     for pair in pairs:
         if pair.quantized:
@@ -426,7 +426,7 @@ def _refuse_overlaps(output: Path, model: Model, packed: Sequence[PackedLike]) -
 
 
 def _opened(model: ModelLike) -> str | Model:
-    """Return the original: what is not opened yet keeps its name, as reports call it."""
+    """Return the original, under the name that reports use."""
     return as_model(model) if isinstance(model, Model | SingleFile) else str(model)
 
 

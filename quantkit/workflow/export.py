@@ -60,7 +60,7 @@ class Plan(Protocol):
         ...
 
     def summary(self, output: Path) -> Export:
-        """Return what the output holds."""
+        """Return the contents of the output."""
         ...
 
     def write(self, output: Path, *, force: bool, progress: Progress) -> Export:
@@ -253,7 +253,7 @@ def _find(to: str) -> tuple[Exporter, str]:
 
 
 def targets() -> tuple[str, ...]:
-    """Return all that ``to`` takes."""
+    """Return all values of ``to``."""
     return tuple(
         f"{name}:{variant}" if variant else name
         for name, row in EXPORTERS.items()
@@ -264,7 +264,7 @@ def targets() -> tuple[str, ...]:
 def _quantizing(
     model: ModelLike, to: str, exporter: Exporter, given: Mapping[str, Any]
 ) -> Quantizing | None:
-    """Return how a 16-bit model is packed on the way; None: it is packed, or exported as it is."""
+    """Return the settings for packing a 16-bit model on the way; None: it is not."""
     if is_packed(model) or not exporter.recipe:
         for name, value in given.items():
             if value is not None:
@@ -280,7 +280,7 @@ def _quantizing(
 
 
 def _recipe_of(exporter: Exporter, recipe: RecipeLike | None) -> Recipe:
-    """Return the recipe of a 16-bit model; by the target's own, all that the family keeps stays."""
+    """Return the recipe of a 16-bit model; the target's own keeps what the family keeps."""
     if recipe is not None:
         return as_recipe(recipe)
     return as_recipe(exporter.recipe).model_copy(update={"tuned": None})
@@ -299,7 +299,7 @@ def _check(output: Path, model: ModelLike, exporter: Exporter, *, force: bool) -
 def _source(
     model: ModelLike, how: Quantizing | None, exporter: Exporter, progress: Progress
 ) -> Source:
-    """Return what is exported; a model that is packed on the way as if it were packed already."""
+    """Return the source of the export; a model to pack on the way counts as packed."""
     if is_packed(model):
         assert isinstance(model, str | Path)
         return packed_source(Path(model), encoders=exporter.encoders)

@@ -105,5 +105,5 @@ def _of_recipe(recipe: Recipe, part: Part, name: str) -> set[str]:
 
 
 def _stored(name: str) -> set[str]:
-    """Return a format and that of its codes in files of whole bytes: int4 is stored as int8."""
+    """Return a format and its storage format in files of whole bytes: int8 for int4."""
     return {name, find_format(name).byte_format.name}

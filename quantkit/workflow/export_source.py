@@ -172,7 +172,7 @@ def _quantized(component: Component, how: Quantizing, scratch: Path, progress: P
 
 
 def _joined(component: Component) -> list[tuple[str, ...]]:
-    """Return layers that the original layout joins to one weight; none where it is not known."""
+    """Return layers that the original layout joins to one weight; none for unknown layouts."""
     dense = dense_denoiser(component)
     try:
         layout = layout_of_model(component.class_name, dense.shapes)
@@ -186,7 +186,7 @@ def _joined(component: Component) -> list[tuple[str, ...]]:
 
 
 def _stand_ins(recipe: Recipe, layers: Mapping[str, Scheme]) -> Iterator[tuple[str, Tensor]]:
-    """Yield scales that are powers of two where those of the recipe will be."""
+    """Yield placeholder scales, powers of two where the recipe's will be."""
     for layer in layers:
         settings = recipe.settings(layer)
         for part, scale in (

@@ -102,7 +102,7 @@ def calibrate_hessians(
     dry_run: bool = False,
     progress: Progress = silent,
 ) -> TakenMoments | Any:
-    """Run a pipeline on prompts, and store E[x x^T] and E[x] of what its layers read.
+    """Run a pipeline on prompts, and store E[x x^T] and E[x] of its layers' inputs.
 
     A run that was killed goes on where it stopped when it is started again.
 
@@ -148,7 +148,7 @@ def calibrate_hessians(
 
 
 def moments_of(model: Model, recipe: Recipe, *, memory: float) -> MomentPlan:
-    """Return what would be observed of an opened model; only headers are read.
+    """Return the plan of an opened model; only headers are read.
 
     Args:
         model: a pipeline.

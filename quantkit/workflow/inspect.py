@@ -58,7 +58,7 @@ class Inspection:
 
     @property
     def bytes_after(self) -> int:
-        """Size of what they were packed to."""
+        """Size of the packed layers."""
         return sum(layer.bytes_after for layer in self.layers)
 
     def __repr__(self) -> str:

@@ -75,7 +75,7 @@ class CalibrationInspection:
 
 
 def inspect_calibration(path: str | Path) -> CalibrationInspection:
-    """Show what a calibration says of attention, and what it was taken from.
+    """Show a calibration's attention statistics and provenance.
 
     Args:
         path: the file.

@@ -58,7 +58,7 @@ class _Pictures:
 
 @dataclass(frozen=True, eq=False)
 class Optimized:
-    """The chosen recipe, and what led to it."""
+    """The chosen recipe, with figures and reasons."""
 
     chosen: Selection
     #: of a search by SSIM, in their order

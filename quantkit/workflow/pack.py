@@ -95,7 +95,7 @@ def pack(
 
 
 def _forecast(task: _PackInputs, output: Path, progress: Progress) -> PackSummary | Forecast:
-    """Return what packing would write, without the layers that a missing artefact decides."""
+    """Return the output of packing, without layers that a missing artefact decides."""
     missing = forecasts.missing_artefacts(
         task.recipe, calibration=task.calibration, masks=task.masks, hessians=task.hessians
     )
@@ -126,13 +126,13 @@ def _opened(
 
 
 def usual_threads() -> int:
-    """Return how many tensors are in work at once when nobody says."""
+    """Return the default number of tensors to pack in parallel."""
     return min(cores(), MOST_THREADS)
 
 
 @dataclass(frozen=True, eq=False)
 class _PackInputs:
-    """Everything opened."""
+    """The opened inputs of packing."""
 
     model: Model
     recipe: Recipe

@@ -115,7 +115,7 @@ def recover(
 
 
 def _choose_and_update(job: Job, hessians: HessiansLike | None) -> Recovery | None:
-    """Choose masks and update the weights: what settles a mask is kept, not computed again."""
+    """Choose masks and update the weights; results of choosing a mask are reused."""
     job.recipe.refuse_budget()
     refuse_outputs(job.model, job.output, job.masks_path, force=job.force)
     with scratch_directory(job.output) as scratch:
@@ -150,7 +150,7 @@ def _kept(component: Component, recipe: Recipe, masks: MaskSet | None, method: s
 def _refuse_moments(
     method: str, hessians: HessiansLike | None, prompts: PromptsLike | None
 ) -> None:
-    """Refuse what a method does not read, and ask for what it does."""
+    """Refuse second moments that a method does not read, and require those that it does."""
     if method == "obs" and hessians is None:
         raise ArtefactError(
             "hessians: missing, and method obs needs second moments; give those of 'quantkit "

@@ -139,7 +139,7 @@ def _obs(job: Job) -> Recovery | None:
 
 
 def _finished(job: Job, method: str, recovered: distilling.Recovered) -> Recovery:
-    """Write, and drop the saved training, which nobody can go on with any more."""
+    """Write the result, and delete the saved training."""
     result = job.write(method, recovered)
     job.file.unlink(missing_ok=True)
     return result

@@ -34,7 +34,7 @@ class Training:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The names of what is not as it is by default."""
+        """The names of settings that differ from the default."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
 

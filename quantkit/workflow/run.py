@@ -85,7 +85,7 @@ class RunPlan:
         return "\n".join(self.lines("would write"))
 
     def lines(self, verb: str) -> list[str]:
-        """Return it in a few lines, of which the first has the verb."""
+        """Return it in a few lines; the first has the verb."""
         lines = [f"recipe {self.recipe.name}: {verb} {', '.join(self.files)}"]
         lines[0] += f" into {self.output}"
         if self.calibration is not None:
@@ -228,7 +228,7 @@ class _RunInputs:
     def of(
         cls, model: ModelLike, recipe: RecipeLike, output: str | Path, *, force: bool
     ) -> "_RunInputs":
-        """Open what was given, and refuse what cannot be done."""
+        """Open the inputs, and refuse impossible requests."""
         chosen = as_recipe(recipe)
         refuse_search(chosen)
         opened = as_model(model) if isinstance(model, Model | SingleFile) else None
@@ -240,7 +240,7 @@ class _RunInputs:
         return cls(name, opened or name, source, chosen, Path(output))
 
     def pictures(self, settings: EvaluationSettings, place: torch.device) -> GenerationSettings:
-        """Return which pictures are made: a bounded number, of prompts not calibrated on."""
+        """Return the settings of pictures: a bounded number, of prompts not calibrated on."""
         prompts, seen = as_prompts(settings.prompts), self.calibrated(settings)
         if settings.count is None:
             chosen = choose_unseen(prompts, seen, device=place)
@@ -260,7 +260,7 @@ class _RunInputs:
         return prompts if _is_calibrated(self.recipe) else ()
 
     def background(self, settings: EvaluationSettings) -> Background:
-        """Return what is known of the packed pipeline once it is built."""
+        """Return the artefacts of the packed pipeline once it is built."""
         file = self.output / "sensitivity.json"
         measured = (load_sensitivity(file), str(file)) if self.recipe.budget is not None else None
         ranges = None
@@ -269,11 +269,11 @@ class _RunInputs:
         return Background(self.calibrated(settings), measured, ranges)
 
     def record(self, settings: EvaluationSettings, place: torch.device) -> RunRecord:
-        """Return what decides the artefacts."""
+        """Return the digests of the inputs."""
         return RunRecord.of(self.model, self.recipe, self.calibrated(settings), place.type)
 
     def plan(self, pictures: GenerationSettings, record: RunRecord) -> RunPlan:
-        """Return what will be written."""
+        """Return the plan of the outputs."""
         chosen, source = self.recipe, self.model
         return RunPlan(
             chosen,
@@ -290,7 +290,7 @@ class _RunInputs:
 
 
 def _check_outputs(output: Path, recipe: Recipe, model: Model, *, force: bool) -> None:
-    """Refuse what could not be written, before the long work.
+    """Refuse outputs that could not be written, before the long work.
 
     Raises:
         OutputError: the folder exists without ``force``; or, with it, holds what is not replaced.
@@ -328,7 +328,7 @@ def limits_of(recipe: Recipe) -> Limits:
 
 
 def files_of(recipe: Recipe) -> tuple[str, ...]:
-    """Return what a run writes."""
+    """Return the files that a run writes."""
     files = ["calibration.safetensors"] * recipe.needs_calibration
     files += ["hessians/"] * recipe.needs_hessians
     files += ["sensitivity.json", "chosen.yaml"] * (recipe.budget is not None)

@@ -87,7 +87,7 @@ class RunRecord:
             return None
 
     def remember(self, seconds: float) -> None:
-        """Keep how long it took; where the cache cannot be written, that is no failure."""
+        """Store the duration in the cache, if it can be written."""
         with suppress(OSError, OutputError):
             self._time_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with rewritten_file(self._time_file) as made:

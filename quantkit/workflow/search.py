@@ -1,4 +1,4 @@
-"""Searching the smallest choice of treatments whose generated pictures pass a gate."""
+"""Searching for the smallest choice of treatments whose generated pictures pass a gate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from quantkit.sensitivity.measured_model import MeasuredModel
 
 @dataclass(frozen=True)
 class Trial:
-    """Pictures that were made under one choice."""
+    """The pictures of one choice."""
 
     assignment: Assignment
     #: mean over the prompts
@@ -30,7 +30,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The smallest choice that passed, and all that were tried, in their order."""
+    """The smallest choice that passed, and all trials in their order."""
 
     best: Trial
     trials: tuple[Trial, ...]

@@ -73,7 +73,7 @@ def measure_sensitivity(
     force: bool = False,
     progress: Progress = silent,
 ) -> MeasuredSensitivity:
-    """Measure what every layer of a pipeline loses under every treatment.
+    """Measure the error of every layer of a pipeline under every treatment.
 
     All layers are measured on the inputs that the calibration stored. Those whose treatment the
     recipe's budget would change if their error weighed twice or half as much are run in the

@@ -39,7 +39,7 @@ _VERSION = 3
 
 @dataclass(frozen=True)
 class Imported:
-    """A single file and what becomes of it."""
+    """A single file and its import."""
 
     output: Path
     #: of the file, in words
@@ -216,7 +216,7 @@ def _summary(model: SingleFileModel, output: Path) -> Imported:
 
 
 def _notes(model: SingleFileModel) -> list[str]:
-    """Return what the user should know of the file, a line each."""
+    """Return remarks on the file, a line each."""
     notes = []
     coded = [piece for part in model.parts for piece in part.pieces if piece.quantized]
     if coded:
@@ -255,7 +255,7 @@ def _largest(counts: Mapping[str, int]) -> str:
 
 
 def _key(source: SingleFile) -> str:
-    """Return what changes when the file or anything in the directory does."""
+    """Return a key that changes with the file or anything in the directory."""
     files = [source.path.resolve(), *(source.config / f for f in list_files(source.config))]
     facts = [(str(f), (found := f.stat()).st_size, found.st_mtime_ns) for f in files]
     return hashlib.sha256(json.dumps([_VERSION, facts]).encode()).hexdigest()[:16]

@@ -52,7 +52,7 @@ class Sparsified:
 
 
 def masks_to_json(masks: MaskSet, written: Path | None) -> dict[str, Any]:
-    """Return JSON values that say what was decided, and where it was written if it was."""
+    """Return JSON values of the decisions, and of the output if there is one."""
     return {
         "written": None if written is None else str(written),
         "method": masks.method,

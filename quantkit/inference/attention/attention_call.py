@@ -47,7 +47,7 @@ class AttentionSettings:
 
 
 def attend(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> Tensor | None:
-    """Return attention with scales of these very numbers; None where it is torch's.
+    """Return attention with dynamic scales; None where torch computes it.
 
     Returns:
         (B, H, M, D).
@@ -68,7 +68,7 @@ def attend(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> Te
 
 
 def why_not(settings: AttentionSettings, heads: Heads) -> str:
-    """Return why attention of these heads is torch's; empty when it is quantized."""
+    """Return why torch computes attention of these heads; empty when it is quantized."""
     q, k, v = heads
     keys, columns = k.shape[2:]
     if k.shape[1] != q.shape[1]:
@@ -87,7 +87,7 @@ def why_not_sizes(
     like: Tensor,
     launch: OneLaunch | None = None,
 ) -> str:
-    """Return why attention over so many keys, of heads of so many columns, is torch's.
+    """Return why torch computes attention of these sizes; empty when it is quantized.
 
     Args:
         settings: of the module.

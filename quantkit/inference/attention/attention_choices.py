@@ -45,7 +45,7 @@ class AttentionChoice:
 
 
 def attention_choices(packed: Packed, device: torch.device) -> tuple[AttentionChoice, ...]:
-    """Return what would compute attention where a packed component's config asks for codes.
+    """Return the backends of the attention modules on codes in a packed component's config.
 
     Raises:
         CheckpointError: no model can be built from its config.json.
@@ -73,7 +73,7 @@ def _of_component(
 def _launch_of(
     module: str, component: PackedComponent, settings: PackedAttention, skeleton: Skeleton
 ) -> OneLaunch | None:
-    """Return what can make all codes of a module in one launch."""
+    """Return the operation that makes all codes of a module in one launch, if any."""
     shapes, found = skeleton.tensors, settings.format_of(module)
     q, k = (shapes.get(f"{module}.{name}.weight") for name in ("to_q", "to_k"))
     if module not in settings.static or not found.qk == found.pv == E4M3FN.name or q != k:

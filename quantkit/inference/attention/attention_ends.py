@@ -20,7 +20,7 @@ from quantkit.numerics.formats import E4M3FN
 
 
 class HeadProduct(NamedTuple):
-    """Attention that is to be computed, of codes of heads."""
+    """A pending attention product of codes of heads."""
 
     #: of attention's operation
     operands: tuple[Tensor | None, ...]
@@ -37,7 +37,7 @@ class HeadProduct(NamedTuple):
         return y
 
     def read_by(self, layer: Any) -> Tensor | QuantizedInput:
-        """Return the result, (B, T, H * D), as codes if the layer that alone reads it takes them.
+        """Return the result, (B, T, H * D), as codes if its only reader takes them.
 
         Args:
             layer: None: nobody knows what reads it.
@@ -69,5 +69,5 @@ class HeadProduct(NamedTuple):
 
 
 def _reads_codes(layer: Any) -> bool:
-    """Tell whether a layer does nothing but multiply codes that attention can write."""
+    """Tell whether a layer only multiplies codes that attention can write."""
     return is_plain(layer) and layer.takes_parts and layer.scheme.input.name == Y_FORMAT

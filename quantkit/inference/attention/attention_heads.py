@@ -23,14 +23,14 @@ _Part = TypeVar("_Part")
 
 
 class Projection(NamedTuple):
-    """Heads side by side in the columns of x, (B, T, C), from a column on."""
+    """Heads in adjacent columns of x, (B, T, C), from a column on."""
 
     x: Tensor
     column: int = 0
 
 
 class Pending(NamedTuple):
-    """A projection of x, (B, T, K), that is not computed yet: it may end in codes."""
+    """A pending projection of x, (B, T, K), which may write codes."""
 
     layer: nn.Module
     x: Tensor
@@ -51,7 +51,7 @@ class Stream(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """A rotary embedding of neighbouring columns, float32 (T, D) each."""
+    """A rotary embedding of adjacent columns, float32 (T, D) each."""
 
     cos: Tensor
     sin: Tensor
@@ -108,7 +108,7 @@ def product_of_streams(
 
 
 def computed(part: Part) -> Projection:
-    """Return a projection that is computed."""
+    """Return a projection, computed if it was pending."""
     return part if isinstance(part, Projection) else Projection(part.layer(part.x))
 
 
@@ -194,7 +194,7 @@ def _some_end_in_codes(streams: Sequence[Stream], rotation: Rotation | None) -> 
 
 
 class _Side(NamedTuple):
-    """Queries or keys: where they are, and what their codes are made with."""
+    """Queries or keys, with the factors that quantize them."""
 
     parts: Sequence[Part]
     norms: Sequence[nn.Module | None]
@@ -257,7 +257,7 @@ def _transposed(name: str, parts: Sequence[Part], shape: Shape, scales: Attentio
 def _projected(
     parts: Sequence[Part], family: str, shape: Shape, mean: Tensor | None, factor: Tensor
 ) -> Tensor | None:
-    """Return the codes that a projection ends in; None where it does not."""
+    """Return the codes of a projection that writes codes; None for others."""
     part = parts[0]
     if len(parts) > 1 or not isinstance(part, Pending) or not _ends_in_codes(part, family):
         return None

@@ -27,7 +27,7 @@ class PlainAttention(NamedTuple):
     settings: AttentionSettings | None
 
     def attend_to_itself(self, x: Tensor | QuantizedInput) -> Tensor | None:
-        """Return None: projections stay what they are."""
+        """Return None: projections are not fused."""
         del x
         return None
 
@@ -38,7 +38,7 @@ class PlainAttention(NamedTuple):
         mask: Tensor | None = None,
         rotary: Any = None,
     ) -> bool:
-        """Tell whether nothing but projections and a product is computed."""
+        """Tell whether a call consists of projections and the attention product only."""
         del tokens, like
         attn = self.module
         between = (attn.norm_q, attn.norm_k, mask, rotary)

@@ -63,14 +63,14 @@ def with_streams(processor_class: type, call: Any, settings: AttentionSettings |
 
 
 def is_written_again(processor_class: type) -> bool:
-    """Tell whether a processor of a packed model does less here, in 16 bit too."""
+    """Tell whether a processor of a packed model is reimplemented here, in 16 bit too."""
     return processor_class.__name__ in _PROCESSORS
 
 
 def _ways(
     processor: Any, attn: Any, settings: AttentionSettings | None
 ) -> Iterator["_CodedAttention | WideAttention | PlainAttention"]:
-    """Yield what may compute a call, the fastest first."""
+    """Yield implementations that may compute a call, the fastest first."""
     if settings is not None and (found := scales_of(attn)) is not None:
         yield _CodedAttention(attn, settings, *found, type(processor).__name__ in _JOINT)
     if type(processor).__name__ in _JOINT:
@@ -90,7 +90,7 @@ class _CodedAttention(NamedTuple):
     has_joint_heads: bool
 
     def attend_to_itself(self, x: Tensor) -> Tensor | QuantizedInput | None:
-        """Return attention of an input to itself, where its projections are one launch.
+        """Return self-attention of an input whose projections are one launch.
 
         It is for the output projection. None where projections are more launches, or torch's
         attention is faster.

@@ -32,7 +32,7 @@ _NOWHERE = Projection(torch.empty(0))
 
 
 class WideAttention(NamedTuple):
-    """An attention module of a packed model, and the processor that it asked."""
+    """An attention module of a packed model, and its processor."""
 
     module: Any
     processor: Any

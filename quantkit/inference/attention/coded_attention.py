@@ -92,7 +92,7 @@ def _set_all(
 
 
 def _with_heads(plain: Any, settings: AttentionSettings | None, *, packed: bool) -> Any:
-    """Return a processor on codes, or one of a packed model that does less than diffusers'."""
+    """Return a processor on codes, or a reimplemented one of a packed model."""
     again = packed and is_written_again(type(plain))
     return _quantized(plain, settings) if settings or again else plain
 
@@ -113,7 +113,7 @@ def install(model: Any, packed: PackedAttention | None) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Give a model that is packed no more diffusers' processors back."""
+    """Restore diffusers' processors of a model that is no longer packed."""
     attention(model, qk=None)
     for name in (_SET, _SET_DEFAULT):
         vars(model).pop(name, None)
@@ -160,7 +160,7 @@ def plain_class(processor: Any) -> type:
 
 
 def _plain(processor: Any) -> Any:
-    """Return diffusers' own processor, of one that computes attention here."""
+    """Return diffusers' original of a replaced processor."""
     if not isinstance(processor, _Quantized):
         return processor
     cls: Any = plain_class(processor)

@@ -26,7 +26,7 @@ _NAMES = ("to_q", "to_k", "to_v")
 
 
 class JointProjections(NamedTuple):
-    """The projections of an attention module, and what they end in codes with."""
+    """The projections of an attention module, and the folded scales of their codes."""
 
     q: PackedLinear
     k: PackedLinear
@@ -35,7 +35,7 @@ class JointProjections(NamedTuple):
 
 
 def install(model: nn.Module) -> None:
-    """Fold scales of attention into projections, where these can be one launch."""
+    """Fold scales of attention into projections that can be one launch."""
     for module in model.modules():
         child = getattr(module, CHILD, None)
         if isinstance(child, HeadScales):
@@ -90,7 +90,7 @@ def _folded(module: Any, scales: AttentionScales) -> FoldedScales | None:
 
 
 def _is_joint(layer: PackedLinear) -> bool:
-    """Tell whether a layer is one that an operation projects jointly, the same at each step."""
+    """Tell whether an operation can project a layer jointly, with the same scales at each step."""
     return layer.writes_codes and is_operation(*_kind(layer), sparse=_is_sparse(layer))
 
 

@@ -32,14 +32,14 @@ _OF_INPUT = ("input_scale", "input_smooth")
 
 
 class _Joined(nn.Module):
-    """Layers of one input as one, rows in order; the model's files do not have it."""
+    """Layers of one input joined by rows; not part of the model's files."""
 
     #: the attention module and the attributes that it has the layers under; a tuple hides it from
     #: the module tree
     layers: tuple[nn.Module, tuple[str, ...]]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layers' outputs, side by side: of one product where nobody adds to theirs."""
+        """Return the concatenated outputs: one product unless a layer has an adapter or hooks."""
         if self.is_whole:
             y: Tensor = super().forward(x)
             return y
@@ -47,7 +47,7 @@ class _Joined(nn.Module):
 
     @property
     def is_whole(self) -> bool:
-        """True when nobody adds to an output of the layers, or waits for their calls."""
+        """True when no layer has an adapter or hooks."""
         return all(map(_is_plain, self._apart()))
 
     def _apart(self) -> list[nn.Module]:
@@ -58,7 +58,7 @@ class _Joined(nn.Module):
         """Add nothing: the layers that were joined hold the same rows."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield nothing to who asks this layer alone; a model's own include them.
+        """Yield nothing for this layer; the model's own parameters include them.
 
         What offloads layer by layer looks parameters up in the state dict. It watches the layers
         that were joined, too, which are then called in place of this one.
@@ -93,7 +93,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def separate(model: nn.Module) -> list[Any]:
-    """Take the joined layers away; what they were joined of is still there.
+    """Remove the joined layers; the original ones are still there.
 
     Returns:
         the modules that had them.
@@ -108,7 +108,7 @@ def separate(model: nn.Module) -> list[Any]:
 
 
 def fuse_projections(self: Any, fuse: bool = True) -> None:  # noqa: FBT001, FBT002  diffusers' signature
-    """Join what projects one input; the layers themselves stay, as views of the joined rows.
+    """Join the projections of one input; the layers stay, as views of the joined rows.
 
     Args:
         self: an attention module of diffusers.
@@ -145,7 +145,7 @@ def _join(name: str, layers: Sequence[Any]) -> Any:
 
 
 def why_apart(layers: Sequence[Any]) -> str:
-    """Return why layers cannot be one; empty when they can."""
+    """Return why layers cannot be joined; empty when they can."""
     first, *others = layers
     if not all(isinstance(layer, PackedLinear) for layer in layers):
         return "some are packed and some are not"
@@ -161,12 +161,12 @@ def why_apart(layers: Sequence[Any]) -> str:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Tell whether a layer is what was joined, and no adapter in its place."""
+    """Tell whether a layer is the joined one, not an adapter in its place."""
     return is_plain(layer) or (type(layer) is nn.Linear and not is_watched(layer))
 
 
 def _base(layer: Any) -> Any:
-    """Return what an adapter is around of."""
+    """Return the layer that an adapter wraps."""
     return getattr(layer, "base_layer", layer)
 
 
@@ -215,7 +215,7 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _share(joined: PackedLinear, layers: Sequence[PackedLinear]) -> None:
-    """Let the layers' codes be rows of the joined ones, so that they are not there twice."""
+    """Make the layers' codes views of the joined rows, to store them once."""
     places = pairwise(accumulate((layer.n for layer in layers), initial=0))
     for layer, (start, end) in zip(layers, places, strict=True):
         for part in ("weight", "weight_meta", "weight_group"):

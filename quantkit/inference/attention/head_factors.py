@@ -26,7 +26,7 @@ class FactorCache:
         self._entries: dict[str, tuple[tuple[Version, ...], HeadFactors]] = {}
 
     def find(self, scales: AttentionScales, qk_format: str) -> HeadFactors:
-        """Return what follows from scales, made or kept."""
+        """Return the factors of scales, computed or cached."""
         tensors = [getattr(scales, name) for name in SHAPES]
         entry = self._entries.get(qk_format)
         if entry is not None and same_versions(entry[0], tensors):

@@ -27,7 +27,7 @@ _GELUS = {"none": "gelu", "tanh": "tanh"}
 
 
 def word_of(activation: Any) -> str | None:
-    """Return the operation's word for a module: torch's, or diffusers' with a layer before it."""
+    """Return the operation's name of an activation module of torch, or of diffusers."""
     if type(activation) is LinearActivation:
         activation = activation.activation
     if type(activation) is nn.SiLU:
@@ -86,7 +86,7 @@ def is_one_product(
 
 
 def _can_end(activation: Any, reader: Any) -> bool:
-    """Tell whether nobody waits for an activation, and all that reads it reads codes of parts."""
+    """Tell whether an activation has no hooks and its reader takes codes column by column."""
     if word_of(activation) is None or is_watched(activation) or not is_plain(reader):
         return False
     if type(activation) is LinearActivation and is_watched(activation.activation):

@@ -33,7 +33,7 @@ class GatedFeedForward(FeedForward):  # type: ignore[misc]  # diffusers' own cla
     """A FeedForward whose layers are packed; parameters and submodules are the same."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what FeedForward returns, (..., dim_out), fused where that is possible."""
+        """Return the output of FeedForward, (..., dim_out), fused where that is possible."""
         up, down = self.net[0].proj, self.net[2]
         if self.training or not _is_fused(hidden_states.device, up, down):
             y: Tensor = super().forward(hidden_states, *args, **kwargs)
@@ -48,7 +48,7 @@ class ActivatedFeedForward(FeedForward):  # type: ignore[misc]  # as above
     """A FeedForward with GELU or SiLU whose last layer is packed."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what FeedForward returns, (..., dim_out), in one pass where that is possible."""
+        """Return the output of FeedForward, (..., dim_out), fused where that is possible."""
         activation, dropout, down, *others = self.net
         plain = not (self.training or is_watched(dropout))
         x, up = hidden_states, activation.proj
@@ -115,5 +115,5 @@ def _is_fused(device: torch.device, up: Any, down: Any) -> bool:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Tell whether a call of the layer does nothing but multiply; adapters replace it."""
+    """Tell whether a call of the layer only multiplies; adapters replace it."""
     return type(layer) is PackedLinear and not is_watched(layer)

@@ -28,7 +28,7 @@ _BEHIND = "activation_behind"
 
 
 class FirstConv2d(nn.Conv2d):
-    """A convolution that gives channels last on a GPU."""
+    """A convolution that returns channels last on a GPU."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as torch names it
         """Return the convolution of ``input``."""
@@ -40,7 +40,7 @@ class FirstConv2d(nn.Conv2d):
 
 
 class LastConv2d(nn.Conv2d):
-    """A convolution that gives channels first."""
+    """A convolution that returns channels first."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as torch names it
         """Return the convolution of ``input``."""
@@ -57,7 +57,7 @@ class LastGroupNorm(nn.GroupNorm):
     """A group norm that also computes the SiLU after it."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as torch names it
-        """Return the norm, or to a ``LastSiLU`` what that is to return."""
+        """Return the norm, or the activated output for a ``LastSiLU``."""
         activation: nn.Module = getattr(self, _BEHIND)[0]
         if not _is_one_pass(self, activation, input):
             return super().forward(input)
@@ -84,7 +84,7 @@ _ENDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
 
 
 def install(model: nn.Module) -> None:
-    """Let a UNet have channels last from end to end, where its blocks have."""
+    """Let a UNet use channels last from its first to its last layer, where its blocks do."""
     # Called when there is a model: this module is imported while diffusers still is.
     from diffusers import UNet2DConditionModel
     from diffusers.models.transformers.transformer_2d import Transformer2DModel

@@ -27,7 +27,7 @@ class CodedResnetBlock(ResnetBlock2D):  # type: ignore[misc]  # diffusers' own c
     def forward(
         self, input_tensor: Tensor, temb: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Return what ResnetBlock2D returns, with channels last where its norms write codes."""
+        """Return the output of ResnetBlock2D, with channels last where its norms write codes."""
         pairs = ((self.norm1, self.conv1), (self.norm2, self.conv2))
         plain = (self.nonlinearity, self.dropout)
         if self.training or not is_coded(input_tensor, pairs, plain):
@@ -47,7 +47,7 @@ class CodedResnetBlock(ResnetBlock2D):  # type: ignore[misc]  # diffusers' own c
         return y if self.output_scale_factor == 1 else y / self.output_scale_factor
 
     def _embedded(self, temb: Tensor | None) -> Tensor | None:
-        """Return what is added to every pixel, (B, C)."""
+        """Return the embedding that is added to every pixel, (B, C)."""
         if self.time_emb_proj is None or temb is None:
             return temb
         projected: Tensor = self.time_emb_proj(
@@ -75,7 +75,7 @@ def _fits_transformer(model: Any) -> bool:
 
 @lru_cache(maxsize=1)
 def _classes() -> dict[type, tuple[Callable[[Any], bool], type]]:
-    """Return class -> whether a module of it can hand codes on, and what it becomes.
+    """Return class -> predicate for modules that can be replaced, and the new class.
 
     Called when there is a model: this module is imported while diffusers still is.
     """

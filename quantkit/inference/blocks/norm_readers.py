@@ -30,7 +30,7 @@ _PROCESSORS = frozenset({
 
 
 class Readers:
-    """The layers that read a norm of a block, found once; a call asks whether they still do.
+    """The layers that read a norm of a block, found once; every call checks that they still do.
 
     Finding them in every call would cost as much as the operation that they save.
     """
@@ -67,7 +67,7 @@ class Readers:
             self.layers.append(layer)
 
     def module(self, owner: nn.Module, name: str) -> Any:
-        """Return a module's child, which nobody may replace or wait for from now on."""
+        """Return a module's child, which must not be replaced or get hooks from now on."""
         found = owner._modules.get(name)  # noqa: SLF001  getattr takes ten times as long
         if found is None or is_watched(found):
             raise _Unknown
@@ -76,14 +76,14 @@ class Readers:
         return found
 
     def value(self, owner: nn.Module, name: str) -> Any:
-        """Return a module's attribute, which nobody may replace from now on."""
+        """Return a module's attribute, which must not be replaced from now on."""
         found = vars(owner).get(name)
         self._places.append((vars(owner), name, found))
         return found
 
 
 class _Unknown(Exception):  # noqa: N818  no error: something else than packed layers reads the norm
-    """Something reads the norm that wants 16 bit."""
+    """A reader of the norm needs 16 bit."""
 
 
 def readers_at(block: nn.Module, paths: tuple[str, ...]) -> Readers | None:
@@ -121,7 +121,7 @@ def _add(found: Readers, block: nn.Module, path: str) -> None:
 
 
 def end_at(block: nn.Module, path: str) -> Readers | None:
-    """Return the layer whose output is all that a part of a block gives; None where more is done.
+    """Return the layer that computes the output of a part of a block; None where more is done.
 
     Args:
         block: of diffusers.
@@ -159,7 +159,7 @@ def _check_attention(found: Readers, attention: Any) -> None:
 
 
 def _check_unscaled(found: Readers, attention: Any) -> None:
-    """Refuse attention that does more to its output than project it, too."""
+    """Refuse attention that changes its output other than by a projection."""
     _check_attention(found, attention)
     if found.value(attention, "rescale_output_factor") not in {None, 1}:
         raise _Unknown
@@ -180,7 +180,7 @@ class CodedNorms:
         self._found: dict[str, Readers] = {}
 
     def layers(self, block: nn.Module, norm: str, paths: tuple[str, ...]) -> list[Any]:
-        """Return the layers that read a norm's codes in this call; none if 16 bit are wanted."""
+        """Return the layers that read a norm's codes in this call; none if 16 bit are needed."""
         if norm not in self.names:
             return []
         compiling = torch.compiler.is_compiling()

@@ -38,7 +38,7 @@ _CODED = "quantkit_coded_norms"
 
 
 class CodedTransformerBlock(BasicTransformerBlock):  # type: ignore[misc]  # diffusers' is untyped
-    """SD 1.5, SDXL and whatever has LayerNorms before self-attention, cross-attention and GEGLU."""
+    """Blocks with LayerNorms before self-attention, cross-attention and GEGLU, as in SDXL."""
 
     def forward(  # noqa: PLR0917  diffusers' signature
         self,
@@ -51,7 +51,7 @@ class CodedTransformerBlock(BasicTransformerBlock):  # type: ignore[misc]  # dif
         class_labels: Tensor | None = None,
         added_cond_kwargs: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        """Return what BasicTransformerBlock returns, (B, T, K)."""
+        """Return the output of BasicTransformerBlock, (B, T, K)."""
         context, options = encoder_hidden_states, cross_attention_kwargs or {}
         if (
             context is None
@@ -199,7 +199,7 @@ _BLOCKS: Mapping[type, tuple[type, Mapping[str, tuple[str, ...]]]] = {
 
 
 def install(model: nn.Module) -> None:
-    """Let the norms of a packed model's blocks end in codes where their readers allow it."""
+    """Let the norms of a packed model's blocks write codes where their readers allow it."""
     for module in model.modules():
         if type(module) in _BLOCKS:
             coded, norms = _BLOCKS[type(module)]
@@ -222,7 +222,7 @@ _NORMS = dict(_BLOCKS.values())
 
 
 def _as_their_formers() -> None:
-    """Let diffusers know the classes as those that they replace.
+    """Register the classes in diffusers in place of those that they replace.
 
     It finds blocks to compile by the name of their class, and those to cache by a table of classes.
     """
@@ -242,7 +242,7 @@ def _can_share(block: Any, paths: tuple[str, ...]) -> bool:
 
 
 def _readers(block: Any, norm: str, x: Tensor) -> list[Any]:
-    """Return the layers that read a norm's codes now; none where something wants 16 bit."""
+    """Return the layers that read a norm's codes now; none where a reader needs 16 bit."""
     if block.training or is_fused(x):
         return []
     found: CodedNorms = getattr(block, _CODED)
@@ -250,7 +250,7 @@ def _readers(block: Any, norm: str, x: Tensor) -> list[Any]:
 
 
 def _end(block: Any, path: str) -> Any:
-    """Return the layer whose output is all that attention or a network gives, or None."""
+    """Return the layer that computes the output of attention or a network, or None."""
     if block.training or torch.compiler.is_compiling():
         return None
     found: CodedNorms = getattr(block, _CODED)
@@ -265,7 +265,7 @@ def _is_usual(block: Any, x: Tensor) -> bool:
 
 
 def _adaptive(block: Any, name: str, x: Tensor, emb: Tensor) -> tuple[Any, ...]:
-    """Return what AdaLayerNormZero and its kind return: the norm, and gates, scales and shifts."""
+    """Return the outputs of AdaLayerNormZero and its kind: the norm, gates, scales and shifts."""
     norm, readers = getattr(block, name), _readers(block, name, x)
     parts = {AdaLayerNormZero: 6, AdaLayerNormZeroSingle: 3}.get(type(norm))
     if not readers or parts is None or is_watched(norm) or getattr(norm, "emb", None) is not None:
@@ -295,7 +295,7 @@ def _feed_forward(
 
 
 def _side_by_side(block: Any, heads: Tensor, x: Any) -> Any:
-    """Return what a block of one stream projects last: heads, and its network's hidden tokens."""
+    """Return the input of a single-stream block's last projection: heads and hidden tokens."""
     layer, activation, up = block.proj_out, block.act_mlp, block.proj_mlp
     if not block.training and is_one_product(up, activation, layer, x, heads):
         return projected(up, activation, layer, x, heads)

@@ -24,12 +24,12 @@ _ALIGNED = 8
 
 
 def fits(norm: Any, layer: Any) -> bool:
-    """Tell whether the codes of what a norm gives are all that its layer reads."""
+    """Tell whether a norm's layer reads nothing but codes of its output."""
     return type(norm) is nn.GroupNorm and reads_codes(layer) and _is_computed(norm)
 
 
 def reads_codes(layer: Any) -> bool:
-    """Tell whether codes of a given scale are all that a layer reads of a picture."""
+    """Tell whether a layer reads nothing but codes of a static scale of a picture."""
     if type(layer) not in (PackedConv2d, PackedLinear):
         return False
     return layer.scheme.activation is Activation.STATIC
@@ -41,7 +41,7 @@ def _is_computed(norm: nn.GroupNorm) -> bool:
 
 
 def is_coded(x: Tensor, pairs: tuple[tuple[Any, Any], ...], others: tuple[Any, ...]) -> bool:
-    """Tell whether codes are written of x.
+    """Tell whether the norm of x writes codes.
 
     Args:
         x: a picture.
@@ -62,7 +62,7 @@ def _is_pair(x: Tensor, norm: Any, layer: Any) -> bool:
 
 
 def takes_channels(norm: nn.GroupNorm, x: Tensor) -> bool:
-    """Tell whether kernels compute a norm of a picture, as far as sizes and dtypes go."""
+    """Tell whether kernels support the sizes and dtype of a picture's norm."""
     same = norm.weight.dtype is x.dtype and norm.bias.dtype is x.dtype
     return same and _is_computed(norm) and x.dtype in IO_DTYPES.values() and x.numel() > 0
 

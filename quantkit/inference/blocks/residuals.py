@@ -45,7 +45,7 @@ def adds(layer: Any, x: Tensor, gate: Tensor | None = None) -> bool:
 
 
 class Sum(ReplacedForward):
-    """``x + gate * y``, y what attention or a network makes of something inside a ``with``."""
+    """``x + gate * y``, where attention or a network computes y inside a ``with`` block."""
 
     def __init__(self, layer: Any, x: Tensor, gate: Tensor | None = None) -> None:
         """Prepare a sum.
@@ -84,9 +84,9 @@ class Sum(ReplacedForward):
         return y
 
     def parts(self, y: Tensor) -> tuple[Tensor, Branch | None]:
-        """Return the sum, or x and what is left to be added, once y is there."""
+        """Return the sum, or x and the summand that is left, once y is computed."""
         return (y, None) if self._added else (self.x, Branch(y, self.gate))
 
     def total(self, y: Tensor) -> Tensor:
-        """Return the sum once y is there."""
+        """Return the sum once y is computed."""
         return y if self._added else Branch(y, self.gate).added_to(self.x)

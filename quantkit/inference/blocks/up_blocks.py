@@ -31,7 +31,7 @@ class WideUpBlock2D(UpBlock2D):  # type: ignore[misc]  # diffusers' own class is
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return what UpBlock2D returns."""
+        """Return the output of UpBlock2D."""
         x, skips = hidden_states, res_hidden_states_tuple
         if args or kwargs or not _is_plain(self):
             y: Tensor = super().forward(x, skips, temb, upsample_size, *args, **kwargs)
@@ -53,7 +53,7 @@ class WideCrossAttnUpBlock2D(CrossAttnUpBlock2D):  # type: ignore[misc]  # as ab
         attention_mask: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return what CrossAttnUpBlock2D returns."""
+        """Return the output of CrossAttnUpBlock2D."""
         given = {
             "encoder_hidden_states": encoder_hidden_states,
             "cross_attention_kwargs": cross_attention_kwargs,
@@ -92,7 +92,7 @@ def _replace_classes(model: nn.Module, classes: dict[Any, Any]) -> None:
 
 
 def _is_plain(block: nn.Module) -> bool:
-    """Tell whether nothing but a concatenation is done to pictures, without gradients."""
+    """Tell whether pictures are only concatenated, without gradients."""
     changed = any(getattr(block, name, None) for name in _FREEU)
     return not (changed or torch.is_grad_enabled() or torch.compiler.is_compiling())
 

@@ -26,7 +26,7 @@ class CodedUpsample2D(Upsample2D):  # type: ignore[misc]  # diffusers' own class
     def forward(
         self, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Return what Upsample2D returns, in the layout of its input."""
+        """Return the output of Upsample2D, in the layout of its input."""
         x = hidden_states
         if args or kwargs or not _takes_codes(self, x):
             y: Tensor = super().forward(x, output_size, *args, **kwargs)
@@ -37,7 +37,7 @@ class CodedUpsample2D(Upsample2D):  # type: ignore[misc]  # diffusers' own class
 
 
 def fits(upsampler: Any) -> bool:
-    """Tell whether nothing but a convolution of codes reads what is upsampled."""
+    """Tell whether a convolution of codes is the only reader of the upsampled picture."""
     plain = upsampler.norm is None and upsampler.interpolate and not upsampler.use_conv_transpose
     conv = getattr(upsampler, "conv", None)
     if not plain or type(conv) is not PackedConv2d:

@@ -9,7 +9,7 @@ from quantkit.errors import InputError
 
 
 class Codes(nn.Parameter):
-    """Codes, positions, factors or scales of a weight: moved as a parameter, never trained or cast.
+    """Codes, positions, factors or scales of a weight: moved as parameters, never trained or cast.
 
     Libraries offload parameters, not buffers. They also take the dtype of the first floating-point
     parameter for the model's, and cast all such: neither FP8 nor a scale must pass for one.

@@ -17,7 +17,7 @@ _FIRST_FP8 = (8, 9)
 
 
 def is_fused(x: Tensor | QuantizedInput) -> bool:
-    """Tell whether an input like ``x`` is quantized by what torch.compile makes of plain PyTorch.
+    """Tell whether torch.compile generates the quantization of an input like ``x``.
 
     Only on NVIDIA GPUs that convert to FP8 themselves: no Radeon card was at hand to see what
     Triton makes of it there, and on the CPU quantkit's own kernel is what is to be validated.

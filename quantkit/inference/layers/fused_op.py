@@ -27,5 +27,5 @@ def _has_kernel(op: str, device: str, k: int, asked: Backend | None, arch: Arch 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def pays(op: str, device: str) -> bool:
-    """Tell whether a product that ends in codes pays; constant in compiled graphs."""
+    """Tell whether a product that writes codes pays; constant in compiled graphs."""
     return choosing.pays(op, torch.device(device), fast=sums_are_fast())

@@ -54,12 +54,12 @@ class HeadScales(nn.Module):
         return found
 
     def keep(self, folds: FoldedScales | None) -> None:
-        """Keep what follows from the scales and the module's layers."""
+        """Store the values derived from the scales and the module's layers."""
         for name, tensor in zip(_FOLDS, folds or (None,) * len(_FOLDS), strict=True):
             setattr(self, name, tensor)
 
     def forward(self) -> StaticScales:
-        """Return them; a call, so that what offloads modules brings them back."""
+        """Return them; a call, so that offloading hooks bring them back."""
         scales = AttentionScales(*(getattr(self, part) for part in SHAPES))
         first, *others = (getattr(self, name) for name in _FOLDS)
         return StaticScales(scales, None if first is None else FoldedScales(first, *others))

@@ -38,7 +38,7 @@ class DirectCalls:
         return DirectCalls, ()
 
     def find(self, layer: nn.Module, key: Hashable) -> Any:
-        """Return what was learned of a ``key_of``; None where the layer has to ask."""
+        """Return the cached call of a key; None where the layer has to look up."""
         known, tensors = self._known
         call = known.get(key)
         return call if call is not None and tensors.are_of(layer) else None
@@ -46,7 +46,7 @@ class DirectCalls:
     def learn(
         self, layer: nn.Module, x: Tensor, key: Hashable, make: Callable[[], Direct | None]
     ) -> None:
-        """Remember how an answer to ``x`` was computed, by what ``make`` finds prepared."""
+        """Cache the prepared call that ``make`` returns for inputs like ``x``."""
         if not _has_kernels(x):
             return
         known, tensors = self._known
@@ -70,7 +70,7 @@ def key_of(x: object, *others: Hashable) -> Hashable:
 
 
 class _Tensors:
-    """The tensors of a layer, and where they lay."""
+    """The tensors of a layer, and their addresses."""
 
     __slots__ = ("_all", "_there")
 
@@ -80,7 +80,7 @@ class _Tensors:
         self._there = tuple((t.data_ptr, t.data_ptr()) for t in tensors if t is not None)
 
     def are_of(self, layer: nn.Module) -> bool:
-        """Tell whether a layer's tensors are these, and where they lay."""
+        """Tell whether a layer's tensors are these, at the same addresses."""
         if not self._are_parts_of(layer):
             return False
         for place, address in self._there:  # noqa: SIM110  faster than a generator
@@ -103,13 +103,13 @@ class _Tensors:
         )  # fmt: skip
 
     def have(self, call: Direct) -> bool:
-        """Tell whether a call reads these alone, and nothing that was computed."""
+        """Tell whether a call reads only these tensors, and no computed ones."""
         there = {t.data_ptr() for t in self._all if t is not None and plain(t) is t}
         return there.issuperset(call.reads)
 
 
 def addresses_of(tensors: Read) -> Addresses:
-    """Return where tensors lie, without those that are None."""
+    """Return the addresses of tensors, without those that are None."""
     return tuple(t.data_ptr() for t in tensors if t is not None)
 
 

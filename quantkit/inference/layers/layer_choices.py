@@ -47,7 +47,7 @@ class LayerChoice:
 
 
 def layer_choices(packed: Packed, device: torch.device) -> tuple[LayerChoice, ...]:
-    """Return what would compute every packed layer of a checkpoint on ``device``."""
+    """Return the backend of every packed layer of a checkpoint on ``device``."""
     return tuple(
         _of_file(component, layer, scheme, device)
         for component in packed.components

@@ -14,7 +14,7 @@ from quantkit.numerics.scheme import Scheme
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """A packed layer and what computes it where it lies now."""
+    """A packed layer and its backend on its current device."""
 
     #: name of the pipeline's component; empty for a model alone
     component: str

@@ -35,7 +35,7 @@ from quantkit.numerics.scheme import Activation, Scheme
 
 
 class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # weight is read alone
-    """A Linear layer over codes; an nn.Linear to those who ask, as adapters do.
+    """A Linear layer over codes; an instance of nn.Linear for adapters.
 
     Called with (..., K) in float16, bfloat16 or float32; returns (..., N) in the same dtype. A norm
     before it may give its codes in place of the 16 bit.
@@ -54,7 +54,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         self._takes_few = alone and not why_dequantized(self.dense_shape, scheme)
 
     def __call__(self, input: Tensor | QuantizedInput, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  as forward
-        """Return ``forward``'s answer: at once where it is known, and nobody waits for the call.
+        """Return ``forward``'s result, by a cached launch where there is one and no hooks.
 
         What nn.Module asks before it calls ``forward`` takes the host longer than a launch.
         """
@@ -83,7 +83,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         return y
 
     def _two_kernels(self, x: Tensor) -> TwoKernels | None:
-        """Return the calls of ``forward``; None where it has more, or others than kernels."""
+        """Return the two kernel launches of ``forward``; None where it does anything else."""
         scheme, bias = self.scheme, self._parameters["bias"]
         cast = bias is not None and bias.dtype is not x.dtype
         if self.buckets[0] is not None or cast:
@@ -128,7 +128,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
 
     @property
     def takes_codes(self) -> bool:
-        """True when an input is nothing but codes in units of one given scale."""
+        """True when inputs become codes of one static scale."""
         return self.scheme.activation is Activation.STATIC and self.input_smooth is None
 
     @property
@@ -147,7 +147,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         return self._quantize(x.reshape(-1, self.k).contiguous())
 
     def gated_codes(self, x: Tensor | QuantizedInput, target: "PackedLinear") -> Tensor:
-        """Return ``target``'s input of what GEGLU makes of this layer's output.
+        """Return ``target``'s input codes: GEGLU of this layer's output.
 
         Args:
             x: (..., K).
@@ -173,7 +173,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         activation: str,
         prefix: Tensor | None,
     ) -> Tensor:
-        """Return ``target``'s input of what an activation makes of this layer's output.
+        """Return ``target``'s input codes: an activation of this layer's output.
 
         Args:
             x: (..., K), of a layer that ``writes_codes``.
@@ -196,7 +196,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
 
     @property
     def takes_parts(self) -> bool:
-        """True when each column's codes depend on that column alone: of one given scale."""
+        """True when each column's codes depend on that column alone: with one static scale."""
         return self.scheme.activation is Activation.STATIC
 
     @property
@@ -296,7 +296,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
 
 
 class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc, override]  # as above
-    """A Conv2d layer over codes, with zero padding and one group; an nn.Conv2d to those who ask.
+    """A Conv2d layer over codes, with zero padding and one group; an instance of nn.Conv2d.
 
     Called with (B, C, H, W) or (C, H, W) in float16, bfloat16 or float32; returns (B, N, OH, OW) in
     the same dtype and layout in memory. Kernels read and write channels last; what stands between
@@ -389,14 +389,14 @@ class ReplacedForward:
 
 
 def is_watched(layer: nn.Module) -> bool:
-    """Tell whether somebody waits for a call of the layer: hooks, or what offloads it."""
+    """Tell whether a layer's calls are observed or changed: by hooks, or by offloading."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
     own = layer.__dict__
     return bool(hooks) or ("forward" in own and not isinstance(own["forward"], ReplacedForward))
 
 
 def _is_alone(layer: nn.Module) -> bool:
-    """Tell whether a call of the layer is one of its class's ``forward``, and of nothing else."""
+    """Tell whether a call of the layer runs its class's ``forward`` and nothing else."""
     own = layer.__dict__
     return not (
         own["_forward_hooks"]

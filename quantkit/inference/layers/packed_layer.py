@@ -100,7 +100,7 @@ class PackedLayer(nn.Module):
         self._own(part)[part] = Codes(value) if part in CODES else value
 
     def _own(self, part: str) -> dict[str, Any]:
-        """Return where nn.Module keeps a tensor of FORMAT.md."""
+        """Return the dict in which nn.Module keeps a tensor of FORMAT.md."""
         return self._parameters if part in CODES else self._buffers
 
     def part(self, name: str) -> Tensor | None:
@@ -116,7 +116,7 @@ class PackedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, in the compute dtype, for who reads it; see ``DenseWeight``."""
+        """The dense weight, in the compute dtype; see ``DenseWeight``."""
         if torch.compiler.is_compiling():
             return self.dense_weight()
         like = torch.empty(self.dense_shape, dtype=self.compute_dtype, device="meta")
@@ -268,14 +268,14 @@ class PackedLayer(nn.Module):
     def _product_call(
         self, coded: Coded, dtype: torch.dtype, windows: Windows | None = None
     ) -> Product | None:
-        """Return what ``_multiply`` has run for such an input; None where it was no kernel."""
+        """Return the launch that ``_multiply`` runs for an input; None where it is no kernel."""
         call, weights = self._prepared_product(coded, dtype, windows)
         return None if call is None else Product(call, weights)
 
     def _prepared_product(
         self, coded: Coded, dtype: torch.dtype, windows: Windows | None = None
     ) -> tuple[Call | None, Addresses]:
-        """Return the prepared call of a product, and where its weights lie."""
+        """Return the prepared call of a product, and the addresses of its weights."""
         name, options = self._operation(dtype, windows)
         weights = (*self.stored(), self._weight("weight_scale"), self._parameters["bias"])
         return prepared(name, (*coded, *weights), options), addresses_of(weights)
@@ -306,7 +306,7 @@ class PackedLayer(nn.Module):
 
 
 def bare(layer: PackedLayer) -> nn.Module:
-    """Return a module of nothing but a layer's tensors: by ``weight`` it gives the codes.
+    """Return a module of a layer's tensors only; its ``weight`` is the codes.
 
     Libraries that load or move tensors look them up by the names that the layer's have in files.
     """
@@ -320,7 +320,7 @@ def _empty(spec: TensorSpec, device: torch.device) -> Tensor:
 
 
 def _cast(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``fn``'s tensor, but nothing in 8 bit, as diffusers stores layers that it casts."""
+    """Return ``fn``'s tensor, but never in 8 bit, which diffusers' layerwise casting asks for."""
     moved = fn(tensor)
     as_ever = moved.dtype is tensor.dtype or moved.dtype.itemsize > 1
     return moved if as_ever else tensor.to(moved.device)

@@ -32,7 +32,7 @@ _READERS = ("to_k", "to_v")
 
 
 class _Entry:
-    """An embedding that was seen, and what a layer made of it, if it came twice."""
+    """An embedding, and a layer's result for it, if it came twice."""
 
     def __init__(self, x: Tensor, how: tuple[Any, ...], gone: Callable[[Any], None]) -> None:
         self.x = version_of(x, gone)
@@ -43,7 +43,7 @@ class _Entry:
         self.version = 0
 
     def is_of(self, x: Tensor, how: tuple[Any, ...]) -> bool:
-        """Tell whether ``x`` was seen, where ``how`` was the same."""
+        """Tell whether this is the entry of ``x`` with the same ``how``."""
         return self.x.is_now(x) and self.how == how
 
     def found(self, layer: nn.Module) -> Tensor | None:
@@ -89,7 +89,7 @@ class PromptCache:
 
 
 class PromptLinear(PackedLinear):
-    """A PackedLinear that keeps its result for as long as its input is the same."""
+    """A PackedLinear that caches its result for as long as its input is the same."""
 
     #: None: nothing is kept
     kept: PromptCache | None = None
@@ -138,7 +138,7 @@ def _let_keep(layer: Any) -> None:
 
 
 def keep_as(joined: PromptLinear, layers: Iterable[nn.Module]) -> None:
-    """Let a layer that stands for others keep its results, if they all do."""
+    """Let a joined layer cache its results, if all of its layers do."""
     if all(getattr(layer, "kept", None) is not None for layer in layers):
         joined.kept = PromptCache()
 
@@ -160,12 +160,12 @@ def keep_prompts(model: Any, *, wanted: bool = True) -> int:
 
 
 def is_plain(layer: object) -> bool:
-    """Tell whether a call of a layer does nothing but multiply; adapters replace it."""
+    """Tell whether a call of a layer only multiplies; adapters replace it."""
     return type(layer) in {PackedLinear, PromptLinear} and not is_watched(layer)  # type: ignore[arg-type]  # it is a layer
 
 
 def _may_keep(layer: PromptLinear, x: Tensor) -> bool:
-    """Tell whether this call's result may be kept, and one that is kept may be given."""
+    """Tell whether this call's result may be cached, or taken from the cache."""
     if layer.training or torch.is_grad_enabled() or is_watched(layer):
         return False
     # An inference tensor counts no versions.
@@ -173,7 +173,7 @@ def _may_keep(layer: PromptLinear, x: Tensor) -> bool:
 
 
 def _is_recorded(x: Tensor) -> bool:
-    """Tell whether this very call stands for later ones, which nobody compares."""
+    """Tell whether this call is compiled or captured, so that later ones compare nothing."""
     captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     traced: bool = torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]  # untyped
     return captured or traced

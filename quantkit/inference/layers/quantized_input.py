@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class QuantizedInput(NamedTuple):
-    """An input as codes; has what processors of diffusers ask a tensor for before projecting it."""
+    """An input as codes, with the attributes of a tensor that diffusers' processors read."""
 
     #: uint8, (M, K)
     codes: Tensor

@@ -42,7 +42,7 @@ def define(op: Op) -> OpOverload[..., Any]:
 
 
 def runner(op: Op) -> Operator:
-    """Return what computes a row of OPS."""
+    """Return the function that computes a row of OPS."""
 
     def run(*arguments: Any) -> Any:
         return execute.call(op, *arguments)
@@ -55,7 +55,7 @@ def runner(op: Op) -> Operator:
 
 
 def callable_of(op: Op, overload: Operator) -> Operator:
-    """Return a function that calls an operator, or what it runs where that is the same."""
+    """Return a function that calls an operator, or its implementation where that is the same."""
     run = runner(op)
 
     def operator(*arguments: Any) -> Any:
@@ -65,7 +65,7 @@ def callable_of(op: Op, overload: Operator) -> Operator:
 
 
 def is_unseen(x: object) -> TypeGuard[Tensor]:
-    """Tell whether nothing traces, fakes, profiles or differentiates a call on a tensor."""
+    """Tell whether a call on a tensor is not traced, faked, profiled or differentiated."""
     return not (
         torch.compiler.is_compiling()
         or _profiler_enabled()

@@ -17,7 +17,7 @@ OTHERS = f"inputs of more than {MOST_ROWS} rows, or in float32, take a dequantiz
 
 
 def why_dequantized(weight: tuple[int, ...], scheme: Scheme) -> str:
-    """Return why a layer's weight is always dequantized; empty when few rows take it as it is.
+    """Return why a layer's weight is always dequantized; empty when few rows use it packed.
 
     Args:
         weight: shape of the dense weight.

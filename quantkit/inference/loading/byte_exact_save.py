@@ -23,7 +23,7 @@ _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_diffusers_version
 
 
 def install(model: Any, folder: Path) -> None:
-    """Let ``model.save_pretrained`` give the files of ``folder`` back.
+    """Let ``model.save_pretrained`` restore the files of ``folder``.
 
     Args:
         model: an unpacked component; untouched when ``folder`` has no safetensors weights, or more
@@ -50,7 +50,7 @@ def install(model: Any, folder: Path) -> None:
 
 
 def _restore(folder: Path, saved: Path) -> None:
-    """Replace what was saved by the original files where they say the same."""
+    """Replace saved files by the original ones where they have the same content."""
     if not folder.is_dir() or saved.samefile(folder):
         return
     sources, written = _weights(folder), _weights(saved)

@@ -1,4 +1,4 @@
-"""Checksums while loading: threads hash what the loader reads, and the model waits for them.
+"""Checksums while loading, computed in threads in parallel with the loader.
 
 Packed tensors are hashed where they were read to (``read_ahead``). The others the loader copies out
 of mapped files; threads read the same pages from the cache meanwhile. A stamp file that says "was
@@ -26,7 +26,7 @@ _wanted: ContextVar[bool | None] = ContextVar("checksums", default=None)
 
 @contextmanager
 def checksums(*, wanted: bool) -> Iterator[None]:
-    """Decide inside of the block whether components are hashed, whatever the environment says."""
+    """Override within the block whether components are hashed."""
     token = _wanted.set(wanted)
     try:
         yield
@@ -41,7 +41,7 @@ def are_wanted() -> bool:
 
 
 def hash_component(component: PackedComponent, besides: Collection[str] = ()) -> Hashing:
-    """Start to hash the tensors of a packed component, and what a list says of its folder.
+    """Start to hash the tensors of a packed component, and the listed files of its folder.
 
     Args:
         component: whose headers are sound.
@@ -72,7 +72,7 @@ def hash_directory(packed: Packed) -> Hashing:
 
 
 def _listed(listed: FileList) -> list[ExpectedDigest]:
-    """Return the claims of a list whose files are there; what no loader reads may be missing."""
+    """Return expected digests of listed files that exist; unread files may be missing."""
     for breach in listed.broken(only_read=True):
         raise CheckpointError(breach)
     for file in listed.strangers()[0]:

@@ -1,4 +1,4 @@
-"""``model.dequantize()``: a packed model as the dense one whose weights its codes stand for."""
+"""``model.dequantize()``: packed layers replaced by dense ones with dequantized weights."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from quantkit.inference.loading import installing
 
 
 def dequantize(model: nn.Module) -> nn.Module:
-    """Replace packed layers by dense ones in the model's dtype, and what was installed for them.
+    """Replace packed layers by dense ones in the model's dtype, and undo what was installed.
 
     Weights are the codes' values, smoothing folded in. Inputs are not quantized any more, so
     scales and shifts of inputs have nothing to do, and go.
@@ -39,7 +39,7 @@ def dequantize(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def as_dense(layer: PackedLayer) -> nn.Module:
-    """Return an nn.Linear or nn.Conv2d with the weight that a packed layer's codes stand for."""
+    """Return an nn.Linear or nn.Conv2d with a packed layer's dequantized weight."""
     attributes = layer.dense_class.__constants__
     options: Any = {name: getattr(layer, name) for name in attributes if name != "output_padding"}
     dense: Any = layer.dense_class(**options, bias=layer.bias is not None, device="meta")

@@ -1,6 +1,6 @@
 """Loading packed components in diffusers: the quantizer that ``from_pretrained`` calls.
 
-diffusers builds the model on the meta device, then asks here: layers are replaced, and every packed
+diffusers builds the model on the meta device, then calls this: layers are replaced, and a packed
 tensor is taken from the uncast state dict, because the value that diffusers passes was cast to the
 compute dtype before (float32 scales rounded, e5m2 codes destroyed).
 """
@@ -191,7 +191,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         state_dict: dict[str, Tensor],
         safe_serialization: bool = False,  # noqa: FBT001, FBT002  diffusers' signature
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Refuse: ``model.save_pretrained`` copies the files instead of coming here.
+        """Refuse: ``model.save_pretrained`` copies the files and does not call this.
 
         Raises:
             InputError: always.

@@ -1,4 +1,4 @@
-"""Makes diffusers and transformers know "quantkit" when they are imported, before or after us.
+"""Import hook that registers "quantkit" in diffusers and transformers, in any order of imports.
 
 Neither library has entry points for quantization methods; both keep tables in a module. A finder in
 front of ``sys.meta_path`` waits for exactly those modules and fills the tables right after they
@@ -75,7 +75,7 @@ ACTIONS: "dict[str, Callable[[ModuleType], None]]" = {
 
 
 class _Finder:
-    """Finds nothing by itself: asks the other finders and adds the action to the loader."""
+    """A finder that asks the other finders and adds the action to the loader."""
 
     #: By this a finder of an earlier import of this module is known: two would ask each other.
     is_quantkit = True
@@ -86,7 +86,7 @@ class _Finder:
         path: "Sequence[str] | None",
         target: "ModuleType | None" = None,
     ) -> "ModuleSpec | None":
-        """Return the spec that the other finders give, its loader followed by the action."""
+        """Return the other finders' spec, with the action after its loader."""
         action = ACTIONS.get(fullname)
         if action is None:
             return None
@@ -118,7 +118,7 @@ def _follow(spec: "ModuleSpec", action: "Callable[[ModuleType], None]") -> None:
 
 
 def install() -> None:
-    """Wait for the libraries, and serve those that are imported already. Twice does no harm."""
+    """Install the finder, and register in libraries that are imported already. Idempotent."""
     if not any(hasattr(finder, "is_quantkit") for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     for name, action in ACTIONS.items():

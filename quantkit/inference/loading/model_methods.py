@@ -24,7 +24,7 @@ def install(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Leave its class' methods to a model that is packed no more."""
+    """Restore its class's methods of a model that is no longer packed."""
     for name in _METHODS:
         delattr(model, name)
 
@@ -34,7 +34,7 @@ def num_parameters(
     only_trainable: bool = False,  # noqa: FBT001, FBT002  diffusers' signature
     exclude_embeddings: bool = False,  # noqa: FBT001, FBT002  diffusers' signature
 ) -> int:
-    """Return how many parameters the dense model has, whatever number of codes stands for them."""
+    """Return the number of parameters of the dense model."""
     own = type(model).num_parameters
     count: int = own(model, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
     if only_trainable:
@@ -50,7 +50,7 @@ def num_parameters(
 
 
 def fuse_lora(model: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse: codes and scales have no place for what an adapter adds.
+    """Refuse: codes and scales cannot hold the sum with an adapter.
 
     Raises:
         InputError: always.

@@ -19,7 +19,7 @@ _PART = ".lora_A.weight"
 
 
 def register(module: ModuleType) -> None:
-    """Let the classes that pad do it right; twice does no harm.
+    """Patch the classes that pad adapters; idempotent.
 
     Args:
         module: ``diffusers.loaders.lora_pipeline``.
@@ -46,6 +46,6 @@ def _padding(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _padded(down: Tensor, width: int | None) -> Tensor:
-    """Return a matrix (rank, K) with columns of zeros up to a width; as it is without one."""
+    """Return a matrix (rank, K) padded with zero columns to a width; unchanged without one."""
     missing = 0 if width is None else width - down.shape[-1]
     return functional.pad(down, (0, missing)) if missing > 0 else down

@@ -16,7 +16,7 @@ _FUNCTION = "set_module_tensor_to_device"
 
 
 def register(module: ModuleType) -> None:
-    """Let a module of accelerate move codes; twice does no harm."""
+    """Patch a module of accelerate to move codes; idempotent."""
     original = vars(module)[_FUNCTION]
     if hasattr(original, "quantkit_original"):
         return

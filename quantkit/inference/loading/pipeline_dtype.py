@@ -75,7 +75,7 @@ def agree(pipe: Any, *, passed: frozenset[str] = frozenset(), level: int = loggi
 
 
 def register(module: ModuleType) -> None:
-    """Let ``DiffusionPipeline.from_pretrained`` end with ``agree``; twice does no harm.
+    """Let ``DiffusionPipeline.from_pretrained`` end with ``agree``; idempotent.
 
     And build nothing that is larger than the files of a packed directory.
 
@@ -105,7 +105,7 @@ def register(module: ModuleType) -> None:
 
 
 def _quantizer(module: nn.Module) -> Any:
-    """Return the QuantkitQuantizer that loaded the module, None when another or no one did."""
+    """Return the QuantkitQuantizer that loaded the module, or None."""
     quantizer = getattr(module, "hf_quantizer", None)
     method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
     return quantizer if method == QUANT_METHOD else None
@@ -117,7 +117,7 @@ def _dtype_of(module: nn.Module) -> torch.dtype | None:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast as ``from_pretrained`` would have: what the model keeps in float32 stays float32."""
+    """Cast as ``from_pretrained`` would have: modules that the model keeps in float32 stay so."""
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     if not kept or dtype is torch.float32:
         nn.Module.to(module, dtype)  # diffusers' own to() warns of every cast

@@ -82,7 +82,7 @@ def load_pipeline(
 
 
 def stored_dtypes(packed: Packed) -> frozenset[str]:
-    """Return the dtypes of a packed pipeline's denoiser, codes and their scales aside.
+    """Return the dtypes of a packed pipeline's denoiser, except those of codes and scales.
 
     Of its text encoders where only they are packed.
     """
@@ -111,7 +111,7 @@ def _folder(path: str | Path) -> Path:
 
 @contextmanager
 def _joined(hashing: Hashing) -> Iterator[None]:
-    """Wait for the digests after the body; they know better why it failed, if they do not hold."""
+    """Wait for the digests after the body; a wrong digest replaces the body's error."""
     try:
         try:
             yield

@@ -29,7 +29,7 @@ class CarriedConfig:
         self.packed: PackedConfig = parse_config(config)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what stands in config.json."""
+        """Return the entry of config.json."""
         return self.packed.to_json()
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def replace_layers(
     layers: Iterable[tuple[str, str, Scheme]],
     is_wide: Callable[[str], object] = lambda _: False,
 ) -> dict[str, PackedLayer]:
-    """Put empty packed layers in place, which the model was checked to have.
+    """Replace layers by empty packed ones; the model was checked to have them.
 
     Args:
         model: dense.

@@ -40,14 +40,14 @@ class ReadAhead:
         return None if future is None else future.result()[name]
 
     def cancel(self) -> None:
-        """Drop what was read and not taken, and what has not been started."""
+        """Drop tensors that were read and not taken, and reads that have not started."""
         for future in self._pending.values():
             future.cancel()
         self._pending.clear()
 
 
 def read_ahead(component: PackedComponent, device: torch.device) -> ReadAhead:
-    """Start to read the tensors of packed layers, and to hash them where that is wanted.
+    """Start to read the tensors of packed layers, and to hash them where asked for.
 
     Args:
         component: whose headers are sound.
@@ -83,13 +83,13 @@ def _empty(info: TensorInfo) -> Tensor:
 def _read_together(
     made: dict[str, Tensor], claims: Mapping[str, ExpectedDigest], *, checked: bool
 ) -> dict[str, Tensor]:
-    """Fill tensors, side by side: what two of them hash takes as long as what one does."""
+    """Fill tensors in parallel: hashing two takes as long as hashing one."""
     run_together([_read(claims[name], made[name], checked=checked) for name in made])
     return made
 
 
 def _read(claim: ExpectedDigest, made: Tensor, *, checked: bool) -> Generator[Parts, None, None]:
-    """Fill a tensor from its file; what is yielded is to be hashed before the next step."""
+    """Fill a tensor from its file; the caller hashes each yielded part before the next step."""
     # numpy knows no 8-bit floats.
     data, digest = made.reshape(-1).view(torch.uint8).numpy().data, new_digest()
     try:
@@ -102,7 +102,7 @@ def _read(claim: ExpectedDigest, made: Tensor, *, checked: bool) -> Generator[Pa
 
 
 def _filled(claim: ExpectedDigest, data: memoryview) -> Iterator[memoryview]:
-    """Fill memory with the bytes of a claim; yield it in chunks."""
+    """Fill memory with the bytes of an expected digest; yield it in chunks."""
     descriptor = open_to_read(claim.path)
     try:
         for first in range(0, len(data), CHUNK_BYTES):

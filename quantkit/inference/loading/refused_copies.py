@@ -12,7 +12,7 @@ _METHODS = ("from_unet", "from_unet2d", "from_transformer")
 
 
 def register(module: ModuleType) -> None:
-    """Let the classes of a module refuse a packed model; twice does no harm."""
+    """Let the classes of a module refuse a packed model; idempotent."""
     for made in vars(module).values():
         for name in _METHODS if isinstance(made, type) else ():
             method = vars(made).get(name)

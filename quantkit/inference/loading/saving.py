@@ -105,7 +105,7 @@ def save_pretrained(  # noqa: PLR0917  diffusers' signature
 
 
 def install_in_pipeline(pipe: Any) -> None:
-    """Let ``pipe.save_pretrained`` end with the list of what it wrote.
+    """Let ``pipe.save_pretrained`` end with the list of its files.
 
     Args:
         pipe: a DiffusionPipeline with packed components.
@@ -175,7 +175,7 @@ def _holds(now: Tensor, saved: Tensor) -> bool:
 
 
 def _names_of(model: Any, files: tuple[Path, ...]) -> dict[str, str]:
-    """Return what the model calls the tensors of its files; transformers renames some."""
+    """Return the model's names of the tensors in its files; transformers renames some."""
     names = {name: name for name, _ in _saved(files)}
     return names | getattr(model.hf_quantizer, "names", {})
 
@@ -210,7 +210,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _saved(files: tuple[Path, ...]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield every tensor's name and what reads it."""
+    """Yield every tensor's name and a function that reads it."""
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  not a dict
@@ -248,7 +248,7 @@ def _copy_configs(source: Path, folder: Path) -> None:
 
 
 def _drop_older(folder: Path, current: set[str], variant: str | None) -> None:
-    """Remove what an earlier save left: an index or a single file would win over the new ones."""
+    """Remove files of an earlier save: an index or a single file would win over the new ones."""
     tag = re.escape(f".{variant}") if variant else ""
     name = re.compile(
         rf"(diffusion_pytorch_)?model({tag}({_SHARD.pattern})?\.safetensors"

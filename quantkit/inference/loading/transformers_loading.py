@@ -137,7 +137,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         return model
 
     def _cast(self, model: nn.Module) -> None:
-        """Cast what is no code: transformers before 5.21 leaves as stored what it renames."""
+        """Cast tensors that are no codes: transformers before 5.21 skips those it renames."""
         is_wide = _widened(model, self.compute_dtype)
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
             built = self._dtypes.get(name)
@@ -145,7 +145,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
                 tensor.data = tensor.data.to(torch.float32 if is_wide(name) else built)
 
     def _own(self, name: str, value: Tensor) -> Tensor:
-        """Return what transformers has set, in memory of its own."""
+        """Return a copy of the tensor that transformers has set."""
         found = self._ahead.take(name)
         if found is not None:
             return found.to(value.device)
@@ -186,7 +186,7 @@ def register(module: ModuleType) -> None:
 
 
 def _widened(model: Any, dtype: torch.dtype | None) -> Callable[[str], object]:
-    """Return what tells of a tensor whether transformers keeps it in float32, as T5's ``wo``."""
+    """Return a predicate for tensors that transformers keeps in float32, as T5's ``wo``."""
     from transformers.core_model_loading import build_glob_alternation
 
     names = list(model._get_dtype_plan(dtype))  # noqa: SLF001  what its loader asks

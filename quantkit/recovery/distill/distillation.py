@@ -148,7 +148,7 @@ def recover(
 
 @dataclass(frozen=True, eq=False)
 class _Listeners:
-    """Whom a training tells how far it is."""
+    """The listeners of a training."""
 
     progress: Progress
     watch: Callable[[TrainingProgress], None]
@@ -242,7 +242,7 @@ class _CheckedTask:
         return watcher
 
     def _keep(self, trainer: Trainer, save: SaveSettings | None, ranks: Ranks) -> Checkpoint | None:
-        """Return what saves the training in this process, brought to where it was saved last."""
+        """Return the checkpoint of this process, with the last saved training restored."""
         if save is None:
             return None
         task = self.task
@@ -254,7 +254,7 @@ class _CheckedTask:
 
 
 class _Gallery:
-    """Shows what a watcher sees, with the step; and makes it look at the beginning and the end."""
+    """Shows the pictures of a watcher with the step; also looks at the beginning and the end."""
 
     def __init__(self, prompts: Sequence[str], show: Callable[[Look], None]) -> None:
         self.trainer: Trainer | None = None

@@ -30,7 +30,7 @@ class Ranks:
         return self.rank == 0
 
     def agree(self, value: float) -> float:
-        """Return what the first process passes, in all of them."""
+        """Return the first process's value in all of them."""
         if self.world == 1:
             return value
         shared = torch.tensor(value, dtype=torch.float64)

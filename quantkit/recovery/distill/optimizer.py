@@ -44,7 +44,7 @@ class Stepper(Protocol):
         """Go on where ``state`` was taken, after ``steps`` steps."""
 
     def close(self) -> None:
-        """Let go of what is not memory alone."""
+        """Release resources other than memory."""
 
 
 class Resident:
@@ -84,7 +84,7 @@ class Resident:
         self._decay = 0.0
 
     def begin(self, rate: float, decay: float) -> None:
-        """Set what the next step takes."""
+        """Set the learning rate and decay of the next step."""
         self._decay = decay
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -131,7 +131,7 @@ class Resident:
                 }
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
 
 class Offloaded:
@@ -185,7 +185,7 @@ class Offloaded:
             value.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self, rate: float, decay: float) -> None:
-        """Set what the hooks of the coming backward pass take."""
+        """Set the learning rate and decay of the hooks of the coming backward pass."""
         self._rate = rate
         # Young averages follow every step; old ones hardly move in a few.
         due = decay < self._settings.average or self._steps % AVERAGE_EVERY == 0

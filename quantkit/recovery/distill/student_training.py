@@ -57,7 +57,7 @@ class _StudentCall(nn.Module):
 
 
 class Trainer:
-    """One student, and how far its training is."""
+    """One student and the state of its training."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Trainer:
         return store
 
     def _refill(self) -> TrajectoryStore:
-        """Sample again what the store held when the training was saved."""
+        """Sample the trajectories again that the store held when the training was saved."""
         wanted, self.chunks = self.chunks, self.oldest
         self.teacher.go_to(self.oldest, self._sampling_batch)
         with self.clock.paused(), self.teacher.awake():

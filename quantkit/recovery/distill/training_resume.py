@@ -30,7 +30,7 @@ def identify(
     settings: DistillSettings,
     prompts: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what a training that goes on must have in common with the one that was saved.
+    """Return the identity that a resumed training must share with the saved one.
 
     Returns:
         JSON values; a checksum each of the model, the masks and the prompts, and all settings.
@@ -59,7 +59,7 @@ def _file_digest(path: Path) -> str:
 
 
 class Checkpoint:
-    """One file that a training is saved to now and then, over what it held before."""
+    """One file that a training is saved to now and then; it is overwritten."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any], every: float) -> None:
         """Prepare to save.
@@ -79,7 +79,7 @@ class Checkpoint:
         return time.monotonic() - self._saved >= self._every
 
     def save(self, trainer: Trainer) -> None:
-        """Write weights, average, moments and how far the training is.
+        """Write weights, average, moments and progress.
 
         Raises:
             OutputError: the file cannot be written.
@@ -97,7 +97,7 @@ class Checkpoint:
         self._saved = time.monotonic()
 
     def resume(self, trainer: Trainer) -> None:
-        """Bring a new training to where the saved one was.
+        """Restore the saved training.
 
         Raises:
             ArtefactError: no such file, a damaged one, or one of another training.

@@ -17,7 +17,7 @@ from quantkit.recovery.distill.settings import DistillSettings
 
 
 class Teacher:
-    """A pipeline that denoises prompts from noise, while what its denoiser is asked is recorded."""
+    """A pipeline that denoises prompts from noise while its denoiser's calls are recorded."""
 
     def __init__(
         self,
