@@ -29,6 +29,7 @@ from tests.inference.test_normed_blocks import (
 from tests.support.kernel_cases import need
 from tests.support.packed import packed_module
 from tests.support.picture_schemes import CODED
+from tests.support.sampling import turned
 
 SCHEMES = {
     "static": STATIC,
@@ -68,9 +69,9 @@ def cast(model, inputs, dtype):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_products_of_blocks_end_in_the_sum(case, dtype):
+@pytest.mark.parametrize("how", turned(CASES, (torch.bfloat16, torch.float16)))
+def test_products_of_blocks_end_in_the_sum(how):
+    case, dtype = how
     model, inputs = packed(case)
     inputs = cast(model, inputs, dtype)
     feed_forward.install(model)

@@ -22,6 +22,7 @@ from quantkit.numerics import attention_factors
 from quantkit.numerics.attention_scales import SHAPES, scales_of_ranges
 from tests.support.denoiser_classes import ROWS, Row
 from tests.support.kernel_cases import need
+from tests.support.sampling import one_of_each
 from tests.support.tiny_denoisers import answer, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -255,6 +256,12 @@ def test_what_follows_from_scales_is_made_once(model, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "model",
+    one_of_each([ROW[name] for name in CLASSES], lambda row: "UNet" in row.class_name),
+    indirect=True,
+    ids=lambda row: row.class_name,
+)
 def test_it_compiles_into_one_graph(model):
     static = with_scales(model)
     quantkit.attention(static, min_keys=1)

@@ -12,6 +12,7 @@ from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 from tests.support.packed import packed_module
+from tests.support.sampling import one_of_each, turned
 
 NONE = Activation.NONE
 TAKEN = {
@@ -35,9 +36,9 @@ def calls_of(layer, x):
     return y, {name for name, *_ in seen.calls}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scheme", TAKEN.values(), ids=TAKEN)
-def test_few_rows_take_the_weight_as_it_is_packed(scheme, dtype):
+@pytest.mark.parametrize("case", turned(TAKEN, (torch.float16, torch.bfloat16)))
+def test_few_rows_take_the_weight_as_it_is_packed(case):
+    scheme, dtype = TAKEN[case[0]], case[1]
     torch.manual_seed(0)
     layer = packed_module(nn.Linear(96, 40), scheme)
     for rows in (1, 64):
@@ -86,8 +87,9 @@ def test_the_reference_can_be_asked_for():
     torch.testing.assert_close(y, layer(x), rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("scheme", TAKEN.values(), ids=TAKEN)
-def test_it_compiles_into_one_graph(scheme):
+@pytest.mark.parametrize("name", one_of_each(TAKEN, type))
+def test_it_compiles_into_one_graph(name):
+    scheme = TAKEN[name]
     torch._dynamo.reset()
     model = nn.Sequential(packed_module(nn.Linear(64, 32), scheme), nn.SiLU())
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

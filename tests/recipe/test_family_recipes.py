@@ -19,6 +19,7 @@ from quantkit.recipe.load import load_recipe, recipe_names
 from quantkit.workflow.build import MASKS, PACKED
 from tests.support import pipelines
 from tests.support.headers import golden_keys, write_pipeline
+from tests.support.sampling import one_of_each
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -216,9 +217,10 @@ def latents(pipe):
     return run_batch(pipe, batch, settings).float()
 
 
-@pytest.mark.parametrize(("family", "name"), CALIBRATED)
-def test_whole_path_on_a_narrow_model(narrow, taken, tmp_path, family, name):
+@pytest.mark.parametrize("case", one_of_each(CALIBRATED, lambda case: case[0]), ids="-".join)
+def test_whole_path_on_a_narrow_model(narrow, taken, tmp_path, case):
     """Calibrate, take moments, choose masks, pack, verify, load, run."""
+    family, name = case
     recipe = recipe_of(family, name)
     model, given, masked = narrow(family), taken(family), []
     dry = called("pack", model, "-r", name, "-o", tmp_path / PACKED, "-n")

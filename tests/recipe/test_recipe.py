@@ -26,6 +26,7 @@ from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
 from quantkit.workflow.arguments import opened
 from tests.golden.make_keys import MODELS
 from tests.support.headers import golden_keys, write_component
+from tests.support.sampling import turned
 
 
 def parse(text):
@@ -41,18 +42,18 @@ def published(tmp_path_factory):
     return {name: open_model(str(root / name)).components[0] for name in MODELS}
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_bundled_recipe_plans_published_models(name, published):
+@pytest.mark.parametrize("case", turned(recipe_names(), MODELS, times=4))
+def test_bundled_recipe_plans_published_models(case, published):
+    name, model = case
     own = load_recipe(name)
     assert (own.name, bool(own.description)) == (name, True)
-    for model in MODELS:
-        recipe = tuned(own, published[model].family)
-        edges = tuple(map(float, range(1, recipe.calibration.buckets)))
-        plan = plan_layers(published[model], recipe, calibrated=True, masked=(), edges=edges)
-        assert sum(t.scheme is not None for t in plan) > len(plan) / 2
-        names = [t.layer.name for t in plan]
-        for glob in (g for o in recipe.overrides for g in o.layers):
-            assert any(matches(layer, (glob,)) for layer in names), (model, glob)
+    recipe = tuned(own, published[model].family)
+    edges = tuple(map(float, range(1, recipe.calibration.buckets)))
+    plan = plan_layers(published[model], recipe, calibrated=True, masked=(), edges=edges)
+    assert sum(t.scheme is not None for t in plan) > len(plan) / 2
+    names = [t.layer.name for t in plan]
+    for glob in (g for o in recipe.overrides for g in o.layers):
+        assert any(matches(layer, (glob,)) for layer in names), (model, glob)
 
 
 def test_strategies_split_attention_as_they_say(published):

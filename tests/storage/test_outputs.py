@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from quantkit.storage.files import (
 )
 from quantkit.storage.marker import MARKER
 from quantkit.storage.places import check_directory, check_file, check_room, refuse_overlap
+from tests.support.sampling import paired
 
 
 def make(output, *, kind="test", force=False, files=("a", "b/c")):
@@ -333,10 +335,11 @@ def run_script(script, *arguments):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("force", ["force", "plain"])
-@pytest.mark.parametrize("what", ["directory", "file"])
-@pytest.mark.parametrize("renaming", ["renameat2", "fallback"])
-def test_of_eight_writers_one_wins_and_with_force_all_do(tmp_path, renaming, what, force):
+@pytest.mark.parametrize(
+    "case", paired(product(("renameat2", "fallback"), ("directory", "file"), ("force", "plain")))
+)
+def test_of_eight_writers_one_wins_and_with_force_all_do(tmp_path, case):
+    renaming, what, force = case
     result = run_script(_RACE, renaming, tmp_path, what, force)
     assert result.returncode == 0, result.stderr
 
@@ -346,6 +349,7 @@ _KILLS = (
     _COMMON
     + """
 import signal, shutil
+
 MODULES = ("files.py", "staging.py", "renaming.py", "system.py")
 # What a process wrote outlives it; a power cut is another matter.
 os.fsync = lambda descriptor: None

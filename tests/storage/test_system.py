@@ -54,6 +54,7 @@ def without_posix(code, *args):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_model_is_packed_verified_and_loaded_without_posix(transformer_dir, tmp_path):
     packed = tmp_path / "packed"
     without_posix(
