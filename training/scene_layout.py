@@ -1,4 +1,4 @@
-"""Where the things of a scene stand to the pixel, and by how much their colours wander."""
+"""Layouts of scenes: the place of each thing to the pixel, and its shift of colour."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What the training stages share: plans, the loop, moving averages, the file of figures."""
+"""Plans, the loop, moving averages and the file of figures of all training stages."""
 
 import json
 import math
@@ -24,7 +24,7 @@ HELD_OUT_SEED, PROMPT_SEED = 7_000_001, 7_000_002
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How long and how fast one model is trained with AdamW and a cosine schedule."""
+    """Steps and rates of training with AdamW and a cosine schedule."""
 
     steps: int
     batch: int
@@ -37,7 +37,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Options:
-    """Where and how a run takes place."""
+    """Options of a run."""
 
     out: Path
     device: torch.device

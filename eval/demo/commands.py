@@ -1,4 +1,4 @@
-"""What the demo does: quantkit's commands, as a user types them.
+"""The demo's commands, as a user types them.
 
 Every row of its table of methods is made by these commands and by nothing else, so whoever doubts a
 number can make it again.

@@ -46,7 +46,7 @@ CAPTION_SEED = 20
 
 @dataclass(frozen=True)
 class DemoContext:
-    """Where the demo works, with what, and whom it tells."""
+    """The demo's folder, device, and listeners."""
 
     output: Path
     #: runs one command of quantkit and returns what it prints as JSON

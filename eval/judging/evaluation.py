@@ -178,7 +178,7 @@ def _with_encoders(model: Model, names: Collection[str]) -> Model:
 
 @dataclass(frozen=True)
 class Background:
-    """What is known of how the packed pipeline was made, beside its files."""
+    """Facts about the making of the packed pipeline that are not in its files."""
 
     #: prompts that its scales were chosen on; None: not known
     calibrated: tuple[str, ...] | None = None

@@ -41,7 +41,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Packing:
-    """What was done to the packed components, in all."""
+    """Totals of packing over all packed components."""
 
     #: the recipe's name as the checkpoint records it; empty when it records none
     recipe: str
@@ -55,7 +55,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class QuantizedBy:
-    """What another tool did to a component, as its config says."""
+    """Another tool's quantization of a component, as its config says."""
 
     component: str
     tool: str
@@ -100,7 +100,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class AttentionFormats:
-    """What an attention module is multiplied in, where errors decided, and why."""
+    """The formats of an attention module that were chosen by error, and the reason."""
 
     component: str
     module: str
@@ -109,7 +109,7 @@ class AttentionFormats:
 
 @dataclass(frozen=True)
 class KernelCalls:
-    """How often one variant of an operation ran during generation, and on what."""
+    """Calls of one variant of an operation during generation, by backend."""
 
     op: str
     variant: str
@@ -119,7 +119,7 @@ class KernelCalls:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computed the packed layers while the pictures were made."""
+    """Kernel calls of the packed layers during generation."""
 
     calls: tuple[KernelCalls, ...]
     #: the largest of the layers' deviations, and whose it is; None when none was watched
@@ -144,7 +144,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class GenerationFacts:
-    """How the pictures were made."""
+    """Settings and times of generation."""
 
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -262,19 +262,19 @@ class Report:
 
     @property
     def computed_by(self) -> str:
-        """What computed the packed layers: backends of quantkit, most calls first, or the tools."""
+        """Backends of the packed layers, most calls first, or the tools that quantized them."""
         tools = dict.fromkeys(by.tool for by in self.quantized_by)
         return ", ".join(tools or self.kernels.by_backend)
 
     @cached_property
     def pictures(self) -> PictureKinds:
-        """What became of every picture, the changed ones first."""
+        """The kind of every picture, the changed ones first."""
         floors = compared_floors(gap.floor for gap in self.noise_floor)
         return sort_pictures(self.comparison, find_bounds(floors))
 
     @property
     def state(self) -> State:
-        """What the gates show: passed, failed, or undecided."""
+        """The state of all gates together."""
         return state_of(self.gates)
 
     @property

@@ -1,4 +1,4 @@
-"""The limits that a packed pipeline must keep, and what the pictures show of each.
+"""Gates: limits that a packed pipeline must keep, each judged by tests over prompts.
 
 A gate passes or fails when a test shows it, and is undecided in between. All gates together pass
 when each of them does, which takes no correction (an intersection-union test); that some gate fails
@@ -34,7 +34,7 @@ BROKEN = "broken"
 
 
 class Compression(Enum):
-    """What was done to the weights: it decides how much CLIP score may be lost."""
+    """Compression of the weights, which sets the limit of lost CLIP score."""
 
     QUANTIZED = "quantized"
     SPARSE = "4:2"
@@ -44,7 +44,7 @@ class Compression(Enum):
 
 
 class State(Enum):
-    """What is shown of a gate, or of all."""
+    """The state of a gate, or of all."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -79,7 +79,7 @@ class Limits:
 
     @property
     def margins(self) -> dict[str, float]:
-        """How far each gate lets pictures of a pair be from identical, by metric."""
+        """Distances from identical pictures that the gates allow, by metric."""
         found = {"ssim": 1.0 - (1.0 if self.ssim is None else self.ssim), "lpips": self.lpips}
         return {name: margin for name, margin in found.items() if margin and margin > 0.0}
 
@@ -115,7 +115,7 @@ class Gate:
 
     @property
     def passed(self) -> bool | None:
-        """Whether it passes; None when that is not known."""
+        """True when it passes, False when it fails, None when neither is known."""
         return {State.PASSED: True, State.FAILED: False}.get(self.state)
 
 

@@ -1,4 +1,4 @@
-"""The per-layer table: what each layer became, what that cost, and what computed it."""
+"""The table of layers: format, errors, bytes and backend of each."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What to do next, with the command for it: more prompts, or other formats for some layers."""
+"""Advice after a verdict, with its command: more prompts, or other formats for some layers."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ STEEPEST, FLATTEST = 1.0, 0.25
 
 @dataclass(frozen=True)
 class Treated:
-    """How the layers of one component are packed, and the file that says what others would do."""
+    """The treatments of a component's layers, and the file of errors of all treatments."""
 
     sensitivity: Sensitivity
     #: as it was given, for the command

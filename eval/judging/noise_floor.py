@@ -1,4 +1,4 @@
-"""The noise floor: how far the original's own pictures move when nothing is packed at all.
+"""The noise floor: distances between pictures of the original and of its own variants.
 
 Two runs of the original with the same prompts and seeds: computed in another 16-bit dtype, and with
 another number of prompts at a time, which changes nothing but the order of sums. A packed pipeline
@@ -75,7 +75,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class GapTest:
-    """What the pairs of packed and floor show in one metric."""
+    """Tests of packed against floor in one metric, paired by prompt."""
 
     #: of the two-sided t-test that they differ, corrected by Holm over all metrics and floors
     p_differs: float

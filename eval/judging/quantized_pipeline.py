@@ -1,4 +1,4 @@
-"""What another tool quantized in the packed pipeline's place: its own code loads and computes it.
+"""Pipelines that another tool quantized, loaded and computed by its own code.
 
 Of its files only names, dtypes and sizes are read: what they mean, that tool alone knows.
 """
@@ -66,7 +66,7 @@ class QuantizedComponent:
 
     @property
     def tensors(self) -> Iterator[TensorInfo]:
-        """What is in its files; nothing is told of those of GGUF, whose names are others."""
+        """The tensors in its files; none of GGUF's, whose names are others."""
         for file in () if self.is_gguf else self.files:
             yield from read_header(file).tensors.values()
 

@@ -1,4 +1,4 @@
-"""What a report says about a run beside its metrics: files, kernels, machine, warnings."""
+"""Facts of a report that are no metrics: files, kernels, machine, warnings."""
 
 import hashlib
 import platform

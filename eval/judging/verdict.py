@@ -19,7 +19,7 @@ DECIDING = (("ssim", "lpips"), ("ssim",))
 
 
 class Standing(Enum):
-    """Where a packed pipeline stands to a noise floor in one metric."""
+    """The standing of a packed pipeline to a noise floor in one metric."""
 
     WORSE = "worse"
     BETTER = "better"

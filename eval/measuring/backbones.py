@@ -87,7 +87,7 @@ class ClipBackbone:
 
 @dataclass(frozen=True)
 class Backbones:
-    """What is there to measure with; None leaves the metric out."""
+    """The networks that are loaded; None leaves its metric out."""
 
     lpips: LpipsBackbone | None = None
     clip: ClipBackbone | None = None

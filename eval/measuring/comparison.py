@@ -1,4 +1,4 @@
-"""Every metric over every pair, and what they come to."""
+"""Comparison of pairs: every metric of every pair, and summaries."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What became of each picture, which a mean hides: the same, a variant, or broken."""
+"""Kinds of pictures, which a mean hides: the same, a variant, or broken."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ FLOOR_FACTOR, FLOOR_QUANTILE = 2.0, 0.9
 
 
 class Kind(Enum):
-    """What became of a picture."""
+    """The kind of a picture."""
 
     SAME = "same picture"
     #: another composition, or other things in it, that still match the prompt
@@ -37,7 +37,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class PictureKinds:
-    """What became of all pictures."""
+    """The kinds of all pictures."""
 
     #: one per pair
     kinds: tuple[Kind, ...]
@@ -49,7 +49,7 @@ class PictureKinds:
 
     @property
     def counts(self) -> dict[Kind, int]:
-        """How many there are of each kind, in the order of the kinds."""
+        """Pictures of each kind, in the order of the kinds."""
         found = Counter(self.kinds)
         return {kind: found[kind] for kind in Kind}
 

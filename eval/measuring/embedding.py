@@ -25,7 +25,7 @@ _SMALL_QUALITY = 85
 
 
 class Pictures(Enum):
-    """Where a page has its pictures."""
+    """The place of a page's pictures."""
 
     #: in the page, which is then one file
     INSIDE = "inside"

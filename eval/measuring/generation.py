@@ -31,7 +31,7 @@ Viewer = Callable[[int, Sequence[Pixels]], None]
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What both pipelines are given."""
+    """Prompts, seeds and steps of both pipelines."""
 
     prompts: tuple[str, ...]
     #: one per prompt

@@ -35,7 +35,7 @@ Measure = Callable[[Any, Any], float]
 
 
 class Takes(Enum):
-    """What a judge looks at."""
+    """The input of a judge."""
 
     #: the original's picture and the packed pipeline's
     PAIR = "pair"
@@ -90,7 +90,7 @@ class LoadedJudge:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one judge makes of all pictures."""
+    """One judge's scores of all pictures."""
 
     judge: Judge
     source: str

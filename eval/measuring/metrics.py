@@ -28,7 +28,7 @@ class Better(Enum):
 
 
 class Needs(Enum):
-    """What a metric is computed from."""
+    """The input of a metric."""
 
     #: the original's picture and the packed pipeline's
     PAIR = "pair"
@@ -56,7 +56,7 @@ class Metric:
 
     @property
     def needs(self) -> Needs:
-        """What the metric is computed from."""
+        """The input of the metric."""
         return Needs.PAIR if self.pair else Needs.PROMPT
 
 

@@ -74,7 +74,7 @@ class Pair:
 
     @property
     def numbers(self) -> str:
-        """What was measured, in one line."""
+        """Metrics of the last side, in one line."""
         return ", ".join(f"{title} {text}" for title, text in self.sides[-1].numbers)
 
 

@@ -21,7 +21,7 @@ class RangeRow:
 
 @dataclass(frozen=True)
 class RangeMap:
-    """What calibration saw of every layer's inputs, by timestep."""
+    """Unused bits of every layer's static scale, by timestep."""
 
     #: of the buckets, from noise to picture: in words
     timesteps: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""How far each packed picture is from the original's, and how well it matches its prompt.
+"""Resemblance of pairs by CLIP: the distance of the pictures, and the match with the prompt.
 
 Two scales that no CLIP model's own numbers are needed for, both from the original's pictures:
 the distance from the original's picture, where 1 is as far as its pictures of other prompts are;
@@ -21,7 +21,7 @@ CLEAR_MATCH = 2.0
 
 @dataclass(frozen=True)
 class Resemblance:
-    """What CLIP makes of every pair; None where the pictures give no scale."""
+    """Distances and matches of every pair; None where the pictures give no scale."""
 
     backbone: str
     #: of the packed picture from the original's: 0 is identical, 1 as far as unrelated pictures

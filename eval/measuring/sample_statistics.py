@@ -35,7 +35,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a list of values comes to; None where the values do not define it."""
+    """Moments of a list of values; None where the values do not define them."""
 
     count: int
     mean: float | None

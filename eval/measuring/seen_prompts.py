@@ -1,4 +1,4 @@
-"""Which of the compared prompts calibration has seen: numbers on those flatter.
+"""Prompts that both calibration and comparison have: numbers on those flatter.
 
 A calibration file holds one digest of all its prompts, and how many there were. So they are looked
 for as a run of that length in the texts that are at hand: what was given to the evaluation, whole,

@@ -34,7 +34,7 @@ _EVERY = 10.0
 
 @dataclass(frozen=True)
 class CourseFacts:
-    """What the page says that does not change while a recovery runs."""
+    """Facts of the page that do not change while a recovery runs."""
 
     #: the pipeline that becomes
     name: str

@@ -31,7 +31,7 @@ _PAGE = "report.html"
 
 @dataclass(frozen=True)
 class SoFar:
-    """How far an evaluation is, and the worst pair that it has seen."""
+    """Progress of an evaluation, and its worst pair so far."""
 
     done: int
     total: int
@@ -61,7 +61,7 @@ def unwatched(found: SoFar) -> None:
 
 @dataclass(frozen=True)
 class LiveFacts:
-    """What a page says that does not change while its evaluation runs."""
+    """Facts of the page that do not change while an evaluation runs."""
 
     title: str
     settings: GenerationSettings

@@ -27,7 +27,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in a table."""
+    """A cell of a table."""
 
     text: str
     #: after the text, in a soft colour and a line of its own
@@ -148,7 +148,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Commands:
-    """What a reader types."""
+    """Lines that a reader types."""
 
     kind: ClassVar[str] = "commands"
 
@@ -181,7 +181,7 @@ class NetworkDrawing:
 
 @dataclass(frozen=True)
 class Section:
-    """What opens and closes: a part of a page, that its contents lead to, or of another section."""
+    """A part of a page, or of another section, that opens and closes."""
 
     kind: ClassVar[str] = "section"
 
@@ -202,7 +202,7 @@ Part = (
 
 @dataclass(frozen=True)
 class Running:
-    """What a page says of a job that is not over, or ended early."""
+    """The note on a job that is not over, or ended early."""
 
     note: str
     #: when the page was written, in milliseconds since 1970

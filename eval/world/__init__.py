@@ -1,1 +1,1 @@
-"""The demo pipeline's world: captioned pictures and the training script."""
+"""The world of the bundled pipeline: its scenes, and its feature network."""

@@ -86,7 +86,7 @@ def perceptual_distance(network: FeatureNetwork, first: Tensor, second: Tensor) 
     Args:
         network: the features and the weights of their channels.
         first: (n, 3, height, width) in [-1, 1].
-        second: likewise.
+        second: the same shape.
 
     Returns:
         (n,) float32, zero for equal pictures.

@@ -1,4 +1,4 @@
-"""What a scene of the world is, how scenes are drawn at random, and the sentence for each.
+"""Scenes of the world, drawn at random, with a caption each.
 
 A scene is exactly what its caption says; where things stand to the pixel is a Layout (layout.py),
 and the picture is made from both (render.py). Scenes are batches of integer tensors, rows of the

@@ -1,1 +1,1 @@
-"""What a step should take on a card that is not here."""
+"""Estimates of a step on a card that is not here."""

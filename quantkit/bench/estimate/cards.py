@@ -15,7 +15,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What kernels make of a card."""
+    """Shares of a card's peaks that kernels reach."""
 
     #: (kind, precision, 2:4) of a product, attention's with columns of a head up to -> share
     products: Mapping[tuple[str, str, bool], Range]

@@ -18,7 +18,7 @@ class Span:
 
     @property
     def middle(self) -> float:
-        """What is expected."""
+        """The middle of the range."""
         return (self.low + self.high) / 2
 
     def __add__(self, other: "Span") -> "Span":

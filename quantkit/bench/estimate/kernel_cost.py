@@ -1,4 +1,4 @@
-"""What kernels take on a card: the largest of products, bytes and instructions, and their start."""
+"""Times of kernels on a card: the largest of products, bytes and instructions, and their start."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def time_kernels(kernels: Sequence[Kernel], card: Card, side: int) -> tuple[Time
 
 
 class _Cache:
-    """What the last-level cache still holds: what was written since which less than all went by."""
+    """The last-level cache: tensors written since less than its size went by."""
 
     def __init__(self, size: float) -> None:
         self._size = size

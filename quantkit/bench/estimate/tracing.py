@@ -1,4 +1,4 @@
-"""What a step of a model computes, reads and writes: recorded from tensors that hold no numbers."""
+"""Traces of a step: its calls, reads and writes, recorded from tensors without numbers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -82,7 +82,7 @@ class Judgement:
 
     @property
     def excess(self) -> float:
-        """How far the error is past the limit; NaN is farthest."""
+        """Distance of the error past the limit; NaN is farthest."""
         return float("inf") if isnan(self.error) else self.error - self.limit
 
 

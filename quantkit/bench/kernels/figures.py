@@ -16,7 +16,7 @@ VERSION = 1
 
 
 class Verdict(Enum):
-    """What became of a contender."""
+    """The outcome of a contender."""
 
     TIMED = "timed"
     #: its result is wrong, so its time means nothing

@@ -16,7 +16,7 @@ SCHEMA = "quantkit.kernels.bench"
 
 @dataclass(frozen=True)
 class Rates:
-    """What a median means."""
+    """Rates that follow from a median."""
 
     #: multiplications and additions over the time; None for what multiplies nothing
     tflops: float | None
@@ -45,7 +45,7 @@ class BenchRow(Row):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What rows of two runs are matched by."""
+        """Operation, contender and shape, by which rows of two runs match."""
         return self.op, self.contender, self.shape.label
 
 
@@ -66,7 +66,7 @@ class BenchResult(Measurement[BenchRow]):
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """What a comparison needs of an earlier run."""
+    """Medians of an earlier run, and its device."""
 
     path: Path
     device: str

@@ -1,4 +1,4 @@
-"""What a measurement was taken on: device, driver, versions, clocks, kernels, commit."""
+"""The machine of a measurement: device, driver, versions, clocks, kernels, commit."""
 
 import platform
 import shutil
@@ -23,7 +23,7 @@ _PATIENCE = 10
 
 @dataclass(frozen=True)
 class Machine:
-    """Where figures are from. Only those of one ``device`` and ``architecture`` compare."""
+    """Origin of figures. Only those of one ``device`` and ``architecture`` compare."""
 
     #: marketing name, or the CPU's
     device: str

@@ -16,7 +16,7 @@ from quantkit.device.ops.table import OPS
 
 @dataclass(frozen=True)
 class Operation:
-    """What is timed together: contenders that compute the same."""
+    """Contenders that compute the same, timed together."""
 
     name: str
     op: Op
@@ -28,7 +28,7 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """What it computes."""
+        """The formula that is computed."""
         formula = self.op.formula.partition(";")[0]
         return f"quantize x, then {formula}" if self.problem is LinearProblem else formula
 

@@ -50,7 +50,7 @@ class Problem:
 
     @cached_property
     def variant(self) -> Variant:
-        """What is measured: float16 results, a scale per token and per channel."""
+        """The measured variant: float16 results, a scale per token and per channel."""
         return max(all_variants(self.op), key=lambda v: len(_MEASURED.intersection(v.words)))
 
     @cached_property
@@ -65,7 +65,7 @@ class Problem:
 
     @cached_property
     def expected(self) -> tuple[Tensor, ...]:
-        """What the reference gives, its sums in float64 where it can."""
+        """Results of the reference, its sums in float64 where it can."""
         exact = "precision" in inspect.signature(self.op.reference).parameters
         precision = {"precision": torch.float64} if exact else {}
         operands, options = self.call
@@ -78,7 +78,7 @@ class Problem:
 
     @cached_property
     def product(self) -> Product | None:
-        """What is multiplied; None for an operation that multiplies no matrices."""
+        """The matrix product; None for an operation without one."""
         operands, options = self.call
         return product_of(f"quantkit.{self.op.name}", (*operands, *options), None)
 
@@ -131,7 +131,7 @@ class Problem:
 
 
 class LinearProblem(Problem):
-    """What a layer makes of a product: inputs are 16-bit, and quantized first."""
+    """Operands of a layer: inputs are 16-bit, and quantized before the product."""
 
     @cached_property
     def x16(self) -> Tensor:
@@ -154,14 +154,14 @@ class LinearProblem(Problem):
 
     @cached_property
     def expected(self) -> tuple[Tensor, ...]:
-        """What the references give, with a scale for every token."""
+        """Results of the references, with a scale for every token."""
         quantize = OPS[name_for("quantize_token", self.x_format)].reference
         scale, codes = quantize(self.x16, None, self.x_format)
         return self._multiplied(codes, scale)
 
     @cached_property
     def expected_static(self) -> tuple[Tensor, ...]:
-        """What the references give, with one scale."""
+        """Results of the references, with one scale."""
         quantize = OPS[name_for("quantize_static", self.x_format)].reference
         return self._multiplied(quantize(self.x16, None, self.scale, self.x_format), self.scale)
 

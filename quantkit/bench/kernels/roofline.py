@@ -13,7 +13,7 @@ from quantkit.bench.kernels.timing import Call, Stopwatch, TimingPlan
 
 @dataclass(frozen=True)
 class Work:
-    """What an operation cannot avoid."""
+    """The least work of an operation."""
 
     #: multiplications and additions, dropped weights included
     flops: float

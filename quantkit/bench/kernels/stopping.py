@@ -11,7 +11,7 @@ def stopping_early() -> Iterator[None]:
     """Leave the block quietly at Ctrl-C, or when the process is asked to end (SIGTERM).
 
     The latter is what ``timeout`` and job schedulers send before they kill: time enough to write
-    the figures. Signals can be handled in the main thread alone; elsewhere SIGTERM is as ever.
+    the figures. Signals can be handled in the main thread alone; elsewhere SIGTERM is left alone.
     """
     handled = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if handled else None

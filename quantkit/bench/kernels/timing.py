@@ -29,7 +29,7 @@ LEAST_ROUNDS = 5
 
 @dataclass(frozen=True)
 class TimingPlan:
-    """How long to measure."""
+    """Rounds and seconds of a measurement."""
 
     #: runs of each contender that do not count
     warmup: int

@@ -1,4 +1,4 @@
-"""What any denoiser is called with, by the names of its forward's parameters and its config.
+"""Inputs of any denoiser, by the names of its forward's parameters and its config.
 
 ``quantkit.bench.models.class_inputs`` has a row for a class that takes more, or takes it otherwise.
 """

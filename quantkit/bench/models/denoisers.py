@@ -27,7 +27,7 @@ _STD = 0.02
 
 @dataclass(frozen=True)
 class Denoiser:
-    """What to build."""
+    """A denoiser to build."""
 
     #: as the user named it
     name: str

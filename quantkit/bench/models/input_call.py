@@ -46,7 +46,7 @@ _CLIP_TOKENS, _T5_TOKENS = 77, 512
 
 @dataclass(frozen=True)
 class Call:
-    """What inputs are made for."""
+    """A call of a denoiser, for which inputs are made."""
 
     class_name: str
     #: of the model, with the class's defaults
@@ -115,7 +115,7 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs lie."""
+        """The device of the inputs."""
         return self.normal(1).device
 
 

@@ -1,4 +1,4 @@
-"""Whether a whole model computes the right thing.
+"""Judgement of a whole model: layer by layer, and by distance.
 
 Rounding to FP8 is chaotic over many layers: where a sum is rounded otherwise by one bit, a code of
 the next layer may be its neighbour, and a few dozen layers later two right results differ by as
@@ -25,7 +25,7 @@ _APART = 1.5
 
 @dataclass(frozen=True)
 class Eager:
-    """What a model gives without torch.compile."""
+    """The result of a model without torch.compile."""
 
     output: Tensor
     #: of the packed layer that is farthest from ``reference``; 0 where none is packed

@@ -1,4 +1,4 @@
-"""What a model takes of a device's memory."""
+"""Device memory of a model."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain

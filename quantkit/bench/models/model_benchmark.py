@@ -61,7 +61,7 @@ _ORIGINAL: _Made = (None, "")
 
 @dataclass
 class _Bench:
-    """What the contenders share; models and reference outputs are made once and kept."""
+    """State that contenders share; models and reference outputs are made once and kept."""
 
     settings: ModelBenchSettings
     device: torch.device

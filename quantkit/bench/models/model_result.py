@@ -13,7 +13,7 @@ from quantkit.bench.models.profiling import KernelTime
 
 @dataclass(frozen=True)
 class ModelBenchSettings:
-    """How the denoiser is run."""
+    """Settings of a step."""
 
     #: latents at once
     batch: int

@@ -32,7 +32,7 @@ _SHARD = "1GB"
 
 @dataclass(frozen=True)
 class PackedVariant:
-    """What is made of a denoiser."""
+    """A way to pack a denoiser."""
 
     #: 2:4 by magnitude in every layer that can be
     sparse: bool = False

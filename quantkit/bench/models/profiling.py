@@ -1,4 +1,4 @@
-"""Where the time of a step goes: torch's profiler, its kernels put in groups."""
+"""Profiles of a step: its kernels by torch's profiler, put in groups."""
 
 import re
 from collections import Counter
@@ -49,7 +49,7 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the milliseconds of one step go."""
+    """Milliseconds of one step by group."""
 
     #: group -> milliseconds, largest first, and the device's idleness
     groups: dict[str, float]
