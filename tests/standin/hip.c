@@ -87,10 +87,10 @@ int hiprtcDestroyProgram(Program** program) {
   return kOk;
 }
 
-/* The parameter list behind QK_SYMBOL( as a letter per parameter; some are there where something is added, others
-   where codes are written. */
-static int read_parameters(const char* source, int added, int coded, char* letters) {
-  static const char kAdded[] = "QK_IF_RESIDUAL(", kCoded[] = "QK_IF_CODES(";
+/* The parameter list behind QK_SYMBOL( as a letter per parameter; some are there where something is added, some where
+   codes are written, others where weights are not dense. */
+static int read_parameters(const char* source, int added, int coded, int packed, char* letters) {
+  static const char kAdded[] = "QK_IF_RESIDUAL(", kCoded[] = "QK_IF_CODES(", kMeta[] = "QK_META_PARAMETER(";
   const char* at = strstr(source, "\nQK_SYMBOL(");
   if (!at) return 0;
   at += strlen("\nQK_SYMBOL(");
@@ -99,6 +99,11 @@ static int read_parameters(const char* source, int added, int coded, char* lette
     if (!*at || count == kMaxParameters) return 0;
     if (!strncmp(at, kAdded, strlen(kAdded))) some = 1, there = added, at += strlen(kAdded) - 1;
     if (!strncmp(at, kCoded, strlen(kCoded))) some = 1, there = coded, at += strlen(kCoded) - 1;
+    if (!strncmp(at, kMeta, strlen(kMeta))) {
+      if (packed) letters[count++] = 'p';
+      at = strchr(at, ')');
+      continue;
+    }
     if (some) {
       some = *at != ')';
       if (!some || !there) continue;
@@ -117,10 +122,11 @@ static int read_parameters(const char* source, int added, int coded, char* lette
 int hiprtcCompileProgram(Program* program, int count, const char** options) {
   if (!program || program->alive != kAlive) return kInvalidProgram;
   const char *target = "", *symbol = "", *include = "";
-  int macros = 0, added = 0, coded = 0;
+  int macros = 0, added = 0, coded = 0, packed = 0;
   for (int i = 0; i < count; ++i) {
     if (!strncmp(options[i], "-DQK_RESIDUAL=", 14)) added = options[i][14] != '0';
     if (!strncmp(options[i], "-DQK_Y_FORMAT=", 14)) coded = 1;
+    if (!strncmp(options[i], "-DQK_WEIGHTS=", 13)) packed = options[i][13] != '0';
     if (!strncmp(options[i], "--offload-arch=", 15)) target = options[i] + 15;
     if (!strncmp(options[i], "-DQK_SYMBOL=", 12)) symbol = options[i] + 12;
     if (!strncmp(options[i], "-I", 2)) include = options[i] + 2;
@@ -132,7 +138,7 @@ int hiprtcCompileProgram(Program* program, int count, const char** options) {
   FILE* header = fopen(path, "r");
   if (!*target || !*symbol || !header) return kInvalidOption;
   fclose(header);
-  int status = planted("hiprtcCompileProgram", read_parameters(program->source, added, coded, letters) ? kOk : kCompilation);
+  int status = planted("hiprtcCompileProgram", read_parameters(program->source, added, coded, packed, letters) ? kOk : kCompilation);
   if (status) {
     snprintf(program->log, sizeof program->log, "%s:7:1: error: planted\n", program->name);
     return status;

@@ -216,7 +216,8 @@ class Variant:
         pairs = zip(self.op.axes, self.words, strict=True)
         values = (f"-D{axis.macro}={axis.value(word)}" for axis, word in pairs)
         launch = macros(self.source, self.tile_word, self.op.weights.value)
-        return (f"-DQK_SYMBOL={self.symbol}", *values, self.op.weights.define, *launch)
+        weights = (self.op.weights.define,) if self.op.tiled else ()
+        return (f"-DQK_SYMBOL={self.symbol}", *values, *weights, *launch)
 
     @property
     def geometry(self) -> Geometry:
