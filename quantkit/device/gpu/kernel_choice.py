@@ -11,7 +11,7 @@ from quantkit.device.hopper.hopper_attention import HopperAttention, has_maps
 from quantkit.device.hopper.hopper_gemm import Family, HopperKernel, HopperTile, Residual, Sums
 from quantkit.device.hopper.tensormap import ITEM_BYTES
 from quantkit.device.ops.norms.activations import ACTIVATIONS
-from quantkit.device.ops.op import Op, Sizes, Variant
+from quantkit.device.ops.op import Op, Sizes, Variant, WeightKind
 from quantkit.device.ops.products.residual import SUFFIX
 from quantkit.device.tile_choice import choose_tile
 from quantkit.numerics.conv_windows import ConvShape
@@ -31,7 +31,7 @@ def choose_kernel(
         accurate: sums leave the matrix unit for float32 every 128 products; Hopper alone can do
             without.
     """
-    choose = _HOPPER.get(op.name) if _has_own(device, op) else None
+    choose = _own_choice(op) if _has_own(device, op) else None
     wanted = _Wanted(accurate, device.units, maps=is_hopper(device))
     own = choose(op, words, sizes, wanted) if choose else None
     return own or _of_menu(device, op, words, op.integers(sizes))
@@ -46,7 +46,7 @@ def why_detour(device: Device | None, op: Op, words: tuple[str, ...], sizes: Siz
         words: of the variant, but for the tile's.
         sizes: of the call.
     """
-    if device and is_hopper(device) and op.name in _HOPPER and isinstance(sizes, ConvShape):
+    if device and is_hopper(device) and isinstance(sizes, ConvShape):
         return hopper_conv.why_not(sizes, words[-1], op.k_multiple)
     return op.why_not(op, sizes) if op.why_not else ""
 
@@ -169,41 +169,27 @@ def _attention(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) ->
 
 _Choose = Callable[[Op, tuple[str, ...], Sizes, _Wanted], HopperKernel | HopperAttention | None]
 
-#: Operations that Hopper has kernels of its own for.
+#: Families of operations that Hopper has kernels of its own for.
 _HOPPER: dict[str, _Choose] = {
-    "gemm_fp8": _gemm,
-    "gemm_fp8_sparse": _gemm,
-    "gemm_int8": _gemm,
-    "gemm_int8_sparse": _gemm,
-    "gemm_w4a8": _gemm,
-    "conv_fp8": _conv,
-    "conv_fp8_sparse": _conv,
-    "conv_int8": _conv,
-    "conv_int8_sparse": _conv,
-    "conv_w4a8": _conv,
-    "geglu_fp8": _geglu,
-    "geglu_fp8_sparse": _geglu,
-    "geglu_int8": _geglu,
-    "geglu_int8_sparse": _geglu,
-    "geglu_w4a8": _geglu,
-    "project_gelu_fp8": _gelu,
-    "project_gelu_fp8_sparse": _gelu,
-    "project_gelu_int8": _gelu,
-    "project_gelu_int8_sparse": _gelu,
-    "project_gelu_w4a8": _gelu,
-    "project_codes_fp8": _projection,
-    "project_codes_int8": _projection,
-    "project_values_fp8": _projection,
-    "project_values_int8": _projection,
-    "project_heads_fp8": _projection,
-    "project_heads_fp8_sparse": _projection,
-    "project_heads_int8": _projection,
-    "attention_fp8": _attention,
-    "attention_int8": _attention,
-    "attention_fp8_codes": _attention,
-    "attention_int8_codes": _attention,
+    "gemm": _gemm,
+    f"gemm{SUFFIX}": _gemm,
+    "conv": _conv,
+    f"conv{SUFFIX}": _conv,
+    "geglu": _geglu,
+    "project_gelu": _gelu,
+    "project_codes": _projection,
+    "project_values": _projection,
+    "project_heads": _projection,
+    "attention": _attention,
+    "attention_codes": _attention,
 }
-_HOPPER |= {f"{name}{SUFFIX}": how for name, how in _HOPPER.items() if how in {_gemm, _conv}}
+
+
+def _own_choice(op: Op) -> _Choose | None:
+    """Return how Hopper's kernel of an operation is chosen; None where it has none."""
+    if op.family == "project_codes" and op.weights is not WeightKind.DENSE:
+        return None
+    return _HOPPER.get(op.family)
 
 
 def _of_menu(device: Device, op: Op, words: tuple[str, ...], numbers: dict[str, int]) -> Variant:

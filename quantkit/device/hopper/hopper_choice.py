@@ -1,5 +1,6 @@
 """Which tile a Hopper GEMM takes, from measured costs."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
@@ -157,6 +158,35 @@ def choose_tile(
     tiles = (TILES[name] for name in COSTS[sparse, sums])
     suiting = (tile for tile in tiles if _suits(tile, m, k) and tile.m <= (most or tile.m))
     return min(suiting, key=seconds)
+
+
+def fastest(
+    tiles: Mapping[str, HopperTile],
+    costs: Mapping[Sums, Mapping[str, Cost]],
+    count: Callable[[HopperTile], int],
+    k: int,
+    multiprocessors: int,
+) -> tuple[HopperTile, Sums]:
+    """Return the fastest tile, and its sums.
+
+    Args:
+        tiles: by name.
+        costs: of those that will do, by sums and name.
+        count: how many of a tile cover the result.
+        k: length of the sums.
+        multiprocessors: of the device.
+    """
+
+    def microseconds(tile: HopperTile, cost: Cost) -> float:
+        return cost.microseconds(ceil_div(count(tile), multiprocessors), ceil_div(k, STEP_K))
+
+    found = [
+        (microseconds(tiles[name], cost), tiles[name], mode)
+        for mode, by_name in costs.items()
+        for name, cost in by_name.items()
+    ]
+    _, tile, mode = min(found, key=itemgetter(0))
+    return tile, mode
 
 
 def sums_for(x_format: str, w_format: str, *, accurate: bool) -> tuple[Sums, ...]:

@@ -5,10 +5,9 @@ matrices (kernels/include/gated_sm90.h).
 """
 
 from functools import lru_cache
-from operator import itemgetter
 
 from quantkit.device.geometry import ceil_div
-from quantkit.device.hopper.hopper_choice import Cost
+from quantkit.device.hopper.hopper_choice import Cost, fastest
 from quantkit.device.hopper.hopper_gemm import (
     GROUP,
     MULTIPROCESSORS,
@@ -95,18 +94,8 @@ def choose_gated_tile(
         sums: those that will do.
         multiprocessors: of the device.
     """
-
-    def seconds(tile: HopperTile, cost: Cost) -> float:
-        rounds = ceil_div(tiles_of(tile, m, n), multiprocessors)
-        return cost.microseconds(rounds, ceil_div(k, STEP_K))
-
-    found = [
-        (seconds(TILES[name], cost), TILES[name], mode)
-        for mode in sums
-        for name, cost in COSTS[sparse, mode].items()
-    ]
-    _, tile, mode = min(found, key=itemgetter(0))
-    return tile, mode
+    costs = {mode: COSTS[sparse, mode] for mode in sums}
+    return fastest(TILES, costs, lambda tile: tiles_of(tile, m, n), k, multiprocessors)
 
 
 def tiles_of(tile: HopperTile, m: int, n: int) -> int:
