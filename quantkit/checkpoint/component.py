@@ -118,7 +118,7 @@ class PackedComponent:
         return codes.view(scheme.weight.torch_dtype)
 
     def layer_bytes(self, layer: str) -> tuple[int, int]:
-        """Return the bytes of a layer's weight before and after packing, its bias left aside.
+        """Return the bytes of a layer's weight before and after packing, without its bias.
 
         Before is two bytes a weight: what the 16-bit model takes, even when it was packed from
         float32.

@@ -41,12 +41,12 @@ def _broken_values(component: PackedComponent, name: str, *, any_sign: bool) -> 
     values, dtype = component.read_bytes(name), component.tensors[name][1].dtype
     bad = first_broken(values, dtype, positive=not any_sign)
     if bad is not None:
-        wanted = "finite" if any_sign else "finite and positive"
+        expected = "finite" if any_sign else "finite and positive"
         found = value_of(values, dtype, bad)
-        yield f"{_where(component, name)}: found {found}, expected {wanted}"
+        yield f"{_where(component, name)}: found {found}, expected {expected}"
 
 
-def tensor_claims(component: PackedComponent) -> dict[str, ExpectedDigest]:
+def expected_digests(component: PackedComponent) -> dict[str, ExpectedDigest]:
     """Return the expected digest of every tensor, by its name."""
     return {
         name: ExpectedDigest(

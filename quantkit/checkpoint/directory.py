@@ -60,7 +60,7 @@ def broken_weights(path: Path) -> Iterator[str]:
         header = read_header(path, error=CheckpointError)
         if METADATA_KEY in header.metadata:
             yield (
-                f"{path}: packed weights, but config.json beside it has no quantization_config of "
+                f"{path}: packed weights, but config.json next to it has no quantization_config of "
                 f"quantkit; {_CURE}"
             )
             return

@@ -30,20 +30,21 @@ def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
 
 
 def check_keys(
-    found: Mapping[str, Any], wanted: tuple[str, ...], where: str, optional: tuple[str, ...] = ()
+    found: Mapping[str, Any], expected: tuple[str, ...], where: str, optional: tuple[str, ...] = ()
 ) -> None:
     """Refuse missing and unknown keys: a reader ignores nothing silently.
 
     Raises:
         CheckpointError: naming the first key that is missing or unknown.
     """
-    for key in wanted:
+    for key in expected:
         if key not in found:
             raise CheckpointError(f"{where}: key {key!r} is missing; pack the model again")
     for key in found:
-        if key not in wanted and key not in optional:
+        if key not in expected and key not in optional:
             raise CheckpointError(
-                f"{where}: unknown key {key!r:.80}, expected {', '.join(wanted)}; upgrade quantkit"
+                f"{where}: unknown key {key!r:.80}, expected {', '.join(expected)}; "
+                "upgrade quantkit"
             )
 
 
@@ -112,11 +113,11 @@ def _says_format(scheme: Scheme) -> bool:
 
 def _check_format(found: object, scheme: Scheme) -> None:
     """Refuse a format of inputs that no kernel multiplies by this weight."""
-    wanted = scheme.input.name if _says_format(scheme) else None
-    if found != wanted:
+    expected = scheme.input.name if _says_format(scheme) else None
+    if found != expected:
         raise CheckpointError(
             f"activation_format {found!r:.80} of weight {scheme.weight.name} and activation "
-            f"{scheme.activation.value}, expected {wanted or 'no such key'}"
+            f"{scheme.activation.value}, expected {expected or 'no such key'}"
         )
 
 

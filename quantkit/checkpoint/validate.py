@@ -93,10 +93,10 @@ def _order_is_canonical(shard: Shard) -> Iterator[str]:
     if unknown:
         yield f"{shard.header.path}: {unknown[0].name}: dtype {unknown[0].dtype} is unknown"
         return
-    for spec, wanted in zip(found, file_order(found), strict=True):
-        if spec != wanted:
+    for spec, expected in zip(found, file_order(found), strict=True):
+        if spec != expected:
             yield (
-                f"{shard.header.path}: {spec.name}: lies where {wanted.name} belongs; tensors "
+                f"{shard.header.path}: {spec.name}: lies where {expected.name} belongs; tensors "
                 "are ordered by dtype, then by name"
             )
             return
@@ -133,8 +133,8 @@ def _layers_agree(config: PackedConfig, shards: Sequence[Shard]) -> Iterator[str
 def _attention_agrees(config: PackedConfig, shards: Sequence[Shard]) -> Iterator[str]:
     """Compare the stored scales of attention with what the config names."""
     found = {i.name: (shard, i) for shard in shards for i in shard.header.tensors.values()}
-    wanted = {spec.name: spec for spec in attention_tensors(config.attention)}
-    for name, spec in wanted.items():
+    expected = {spec.name: spec for spec in attention_tensors(config.attention)}
+    for name, spec in expected.items():
         if name not in found:
             where = shards[0].header.path.parent
             yield f"{where}: {name}: missing, expected {spec.dtype} {list(spec.shape)}"
@@ -143,7 +143,7 @@ def _attention_agrees(config: PackedConfig, shards: Sequence[Shard]) -> Iterator
         if (info.dtype, info.shape) != (spec.dtype, spec.shape):
             yield _unlike(shard.header.path, spec, info)
     for name, (shard, _) in found.items():
-        if f".{CHILD}." in name and name not in wanted:
+        if f".{CHILD}." in name and name not in expected:
             yield f"{shard.header.path}: {name}: scales of attention that the config does not name"
 
 
@@ -161,13 +161,13 @@ def _layer_agrees(
     scheme = config.layers[name]
     where, bias_dtype = shard.header.path, None if bias is None else bias.dtype
     try:
-        wanted = layer_tensors(name, scheme, record.kind, record.shape, bias_dtype=bias_dtype)
+        expected = layer_tensors(name, scheme, record.kind, record.shape, bias_dtype=bias_dtype)
     except CheckpointError as error:
         yield f"{where}: {error}"
         return
     if bias is not None and bias_dtype not in BIAS_DTYPES:
         yield f"{where}: {bias.name}: {bias_dtype}, expected one of {', '.join(BIAS_DTYPES)}"
-    for spec in wanted:
+    for spec in expected:
         is_bias = bias is not None and spec.name == bias.name
         # A bias may lie in another shard than its weight, as in the source.
         found = bias if is_bias else shard.header.tensors.get(spec.name)
@@ -175,7 +175,7 @@ def _layer_agrees(
             yield f"{where}: {spec.name}: missing, expected {spec.dtype} {list(spec.shape)}"
         elif (found.dtype, found.shape) != (spec.dtype, spec.shape):
             yield _unlike(where, spec, found)
-    names = {spec.name for spec in wanted}
+    names = {spec.name for spec in expected}
     for part in PACKED_PARTS:
         extra = f"{name}.{part}"
         if extra in shard.header.tensors and extra not in names:

@@ -11,7 +11,7 @@ from quantkit.checkpoint.contents import (
     broken_numbers,
     broken_scales,
     broken_weight,
-    tensor_claims,
+    expected_digests,
     unpacked_tensors,
 )
 from quantkit.checkpoint.copied import misfits_of_copies, unknown_models
@@ -194,7 +194,7 @@ def _data_breaches(component: PackedComponent, progress: Progress) -> Iterator[s
     yield from broken_scales(component)
     damaged = set()
     whose = component.name or component.class_name
-    claims = list(tensor_claims(component).values())
+    claims = list(expected_digests(component).values())
     found = breaches_of(claims)
     for claim in tracked(progress, f"checksums of {whose}", claims):
         if breach := next(found):

@@ -27,9 +27,9 @@ def print_estimate(result: "EstimateResult") -> None:
     rows = [row for row in result.rows if row.ms]
     columns = ("contender", "ms", "range", "host ms", "weights MB")
     print_table(title, columns, [_cells(row) for row in rows])
-    wanted = ("contender", "kernels", "ms", "range", "launches", "TFLOP", "GB", "bound by")
+    parts = ("contender", "kernels", "ms", "range", "launches", "TFLOP", "GB", "bound by")
     groups = [(row.contender, *_group(group)) for row in rows for group in row.groups]
-    print_table("where the milliseconds go", wanted, groups)
+    print_table("where the milliseconds go", parts, groups)
     for row in result.rows:
         if row.reason:
             echo(f"{row.contender}: no estimate: {row.reason}")

@@ -32,7 +32,7 @@ noise_floor = click.option(
     default=True,
     show_default=True,
     help="Run the original twice more, in another 16-bit dtype and in other batches, and show "
-    "beside every metric how much that changes.",
+    "how much that changes every metric.",
 )
 pictures = click.option(
     "--pictures",
@@ -42,7 +42,7 @@ pictures = click.option(
     default="inside",
     show_default=True,
     help="Whether report.html holds its pictures, as WebP and in one file, or shows those in "
-    "images/ beside it.",
+    "images/ next to it.",
 )
 judge = click.option(
     "--judge",

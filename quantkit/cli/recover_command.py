@@ -46,7 +46,7 @@ def recover(method: str, quiet: bool, as_json: bool, **given: Any) -> None:
 
     The denoiser is trained to repeat its own 16-bit outputs, along trajectories that start from
     noise: with masks (--masks), computing as packed (--quantize), or both. No data set is needed.
-    OUTPUT is an ordinary 16-bit pipeline for 'quantkit pack'; its masks, if any, are a file beside
+    OUTPUT is an ordinary 16-bit pipeline for 'quantkit pack'; its masks, if any, are a file next to
     it. So is OUTPUT.recovery.html, which fills while distill trains: pictures and curves.
     """
     from quantkit.progress import unheard

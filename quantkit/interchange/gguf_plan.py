@@ -114,12 +114,12 @@ def _typed(planned: PlannedTensor, denoiser: Denoiser, choice: _Choice) -> Plann
     if kept or not planned.is_matrix:
         _refuse_partly_packed(denoiser, planned, kept, choice)
         return replace(planned, type=_plain_type(denoiser, planned))
-    wanted = _block_type(denoiser, planned, choice.kind)
-    shape, length = planned.shape, READABLE[wanted][0]
+    expected = _block_type(denoiser, planned, choice.kind)
+    shape, length = planned.shape, READABLE[expected][0]
     if len(shape) == 2 and shape[1] % length == 0:
-        return replace(planned, type=wanted)
+        return replace(planned, type=expected)
     if choice.convolutions and len(shape) == 4 and prod(shape) % _COMFY_ROW == 0:
-        return replace(planned, type=wanted, stored=(prod(shape) // _COMFY_ROW, _COMFY_ROW))
+        return replace(planned, type=expected, stored=(prod(shape) // _COMFY_ROW, _COMFY_ROW))
     return replace(planned, type=_plain_type(denoiser, planned))
 
 

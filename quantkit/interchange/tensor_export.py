@@ -40,7 +40,7 @@ METADATA_KEY = "quantkit"
 _BLANK = "0" * 64
 _NAMES = {dtype: name for name, dtype in {**PACKED_DTYPES, **FLOAT_DTYPES}.items()}
 
-#: (name of a layer in the file, its codes) -> the file's tensors of it, the bias aside
+#: (name of a layer in the file, its codes) -> the file's tensors of it, except the bias
 LayOut = Callable[[str, LayerCodes], dict[str, Tensor]]
 
 
@@ -199,18 +199,18 @@ def compare_tensors(
     with safe_open(path, framework="pt") as file:
         for entry in tracked(progress, "read back", plan.entries):
             found = _read(plan, file, entry)
-            wanted = dense_of(plan.source, entry)
+            expected = dense_of(plan.source, entry)
             if entry.treatment is Treatment.COPIED:
-                if not torch.equal(found, wanted):
+                if not torch.equal(found, expected):
                     raise OutputError(f"{path}: {entry.name}: not read back as written; try again")
                 continue
             if entry.treatment is Treatment.TAKEN and not _is_taken_over(
-                plan, entry, found, wanted
+                plan, entry, found, expected
             ):
                 raise OutputError(f"{path}: {entry.name}: other values than the model's; try again")
             if reference is not None:
-                wanted = dense_of(reference, entry).float()
-            errors[entry.name] = _relative(found.float(), wanted)
+                expected = dense_of(reference, entry).float()
+            errors[entry.name] = _relative(found.float(), expected)
     return errors
 
 
@@ -242,21 +242,21 @@ def _read(plan: FilePlan, file: Any, entry: Entry) -> Tensor:
     return values
 
 
-def _is_taken_over(plan: FilePlan, entry: Entry, found: Tensor, wanted: Tensor) -> bool:
+def _is_taken_over(plan: FilePlan, entry: Entry, found: Tensor, expected: Tensor) -> bool:
     """Tell whether values equal the source's, except for codes that one scale made subnormal."""
-    if torch.equal(found, wanted):
+    if torch.equal(found, expected):
         return True
     fmt = entry.fmt
     assert fmt is not None
     if fmt not in plan.target.one_scale or fmt.is_integer:
         return False
     scale = codes_of(plan.source, entry, plan.target).scale[0]
-    return bool(((found - wanted).abs() <= scale * fmt.smallest_subnormal / 2).all())
+    return bool(((found - expected).abs() <= scale * fmt.smallest_subnormal / 2).all())
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    power = float(wanted.square().sum(dtype=torch.float64))
-    lost = float((found - wanted).square().sum(dtype=torch.float64))
+def _relative(found: Tensor, expected: Tensor) -> float:
+    power = float(expected.square().sum(dtype=torch.float64))
+    lost = float((found - expected).square().sum(dtype=torch.float64))
     return (lost / power) ** 0.5 if power else 0.0
 
 

@@ -50,7 +50,7 @@ def fetch_config(repository: str) -> Path:
     return _fetch(repository, partial(_patterns_of_config, repository))
 
 
-def fetch_beside(folder: Path, name: str) -> None:
+def fetch_missing(folder: Path, name: str) -> None:
     """Fetch a file that a snapshot in the hub's cache lacks; nothing happens where it cannot be.
 
     Args:

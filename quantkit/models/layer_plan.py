@@ -49,7 +49,7 @@ def plan_layers(
 
     Args:
         component: the denoiser.
-        recipe: what is wanted.
+        recipe: the recipe to apply.
         calibrated: statistics are at hand.
         masked: module paths that have a mask.
         edges: the timestep edges of the statistics.
@@ -172,24 +172,24 @@ def choose_edges(activation: ActivationRecipe, edges: tuple[float, ...]) -> tupl
     Raises:
         RecipeError: the statistics cannot be pooled into these buckets.
     """
-    wanted = activation.buckets
-    if wanted == "auto":
+    expected = activation.buckets
+    if expected == "auto":
         return edges
-    if isinstance(wanted, tuple):
-        if missing := [edge for edge in wanted if edge not in edges]:
+    if isinstance(expected, tuple):
+        if missing := [edge for edge in expected if edge not in edges]:
             raise RecipeError(
                 f"activation.buckets: edge {missing[0]:g} is not one of the calibration's edges "
                 f"{_listed(edges)}; choose among them"
             )
-        return wanted
+        return expected
     stored = len(edges) + 1
-    if stored % wanted:
+    if stored % expected:
         raise RecipeError(
-            f"activation.buckets {wanted}: the calibration has {stored} buckets, which cannot be "
-            f"merged into {wanted}; set it to auto or to a divisor of {stored}, or set "
-            f"calibration.buckets to {wanted} and run 'quantkit calibrate model' again"
+            f"activation.buckets {expected}: the calibration has {stored} buckets, which cannot be "
+            f"merged into {expected}; set it to auto or to a divisor of {stored}, or set "
+            f"calibration.buckets to {expected} and run 'quantkit calibrate model' again"
         )
-    step = stored // wanted
+    step = stored // expected
     return edges[step - 1 :: step]
 
 

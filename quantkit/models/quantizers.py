@@ -123,16 +123,16 @@ def require_package(quantizer: Quantizer, path: Path) -> None:
     """
     from packaging.requirements import Requirement
 
-    found, wanted = quantizer.version, quantizer.requirement
+    found, expected = quantizer.version, quantizer.requirement
     if not found:
         raise ModelError(
             f"{path}: quantized by {quantizer.name}, whose package {quantizer.package} is not "
-            f"installed; pip install '{wanted}'"
+            f"installed; pip install '{expected}'"
         )
-    if not Requirement(wanted).specifier.contains(found, prereleases=True):
+    if not Requirement(expected).specifier.contains(found, prereleases=True):
         raise ModelError(
             f"{path}: quantized by {quantizer.name}, found {quantizer.package} {found}, expected "
-            f"{wanted}; pip install -U '{wanted}'"
+            f"{expected}; pip install -U '{expected}'"
         )
 
 

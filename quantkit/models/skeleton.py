@@ -68,10 +68,10 @@ def misfits(contents: Contents, skeleton: Skeleton) -> Iterator[str]:
         yield f"{where}: lacks {some(shapes)}{_unknown(contents, skeleton)}; {why}"
     judged = {f"{name}.{part}" for name in present for part in ("weight", "bias")}
     for name in sorted(contents.tensors.keys() & skeleton.tensors.keys() - judged):
-        found_shape, wanted = contents.tensors[name], skeleton.tensors[name]
-        if found_shape != wanted:
+        found_shape, expected = contents.tensors[name], skeleton.tensors[name]
+        if found_shape != expected:
             yield (
-                f"{where}: {name}: shape {list(found_shape)}, the model has {list(wanted)}; {why}"
+                f"{where}: {name}: shape {list(found_shape)}, the model has {list(expected)}; {why}"
             )
 
 
@@ -99,12 +99,12 @@ def some(names: Iterable[str]) -> str:
 
 def _layer_misfits(contents: Contents, skeleton: Skeleton, name: str) -> Iterator[str]:
     weight, bias = f"{name}.weight", f"{name}.bias"
-    found, wanted = contents.tensors[weight], skeleton.tensors[weight]
+    found, expected = contents.tensors[weight], skeleton.tensors[weight]
     why = f"{_WHY}; {contents.cure}"
-    if found != wanted:
+    if found != expected:
         yield (
-            f"{contents.folder}: {name}: packed from {list(found)}, the model has {list(wanted)}; "
-            f"{why}"
+            f"{contents.folder}: {name}: packed from {list(found)}, the model has "
+            f"{list(expected)}; {why}"
         )
     has, should = bias in contents.tensors, bias in skeleton.tensors
     if has != should:

@@ -257,7 +257,7 @@ class Weights:
 
 
 def find_weights(path: Path, library: str, class_name: str, wanted: str | None) -> Weights:
-    """Return the files of the wanted variant; else the plain ones, else those of the only one.
+    """Return the files of the given variant; else the plain ones, else those of the only one.
 
     Args:
         path: a component's directory.

@@ -75,11 +75,11 @@ def amax_factors(rows: Tensor) -> tuple[Tensor, Tensor]:
     """
     groups = rows.reshape(len(rows), -1, GROUP)
     largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
-    wanted = largest / _LOWEST
-    scale = wanted.abs().amax(dim=1) / MAX_FACTOR
+    expected = largest / _LOWEST
+    scale = expected.abs().amax(dim=1) / MAX_FACTOR
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    sizes = (wanted.abs() / scale.unsqueeze(1)).ceil().clamp(1, MAX_FACTOR)
-    return scale, torch.where(wanted < 0, -sizes, sizes).to(torch.int8)
+    sizes = (expected.abs() / scale.unsqueeze(1)).ceil().clamp(1, MAX_FACTOR)
+    return scale, torch.where(expected < 0, -sizes, sizes).to(torch.int8)
 
 
 def mse_factors(rows: Tensor, power: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class ChosenFormats:
 
     #: by module on codes
     formats: Mapping[str, AttentionFormat] = field(default_factory=dict)
-    #: modules in 16 bit, excluded ones aside
+    #: modules in 16 bit, except excluded ones
     kept: tuple[str, ...] = ()
     #: of the modules whose error decided
     decisions: Mapping[str, FormatDecision] = field(default_factory=dict)

@@ -83,10 +83,10 @@ class Inputs:
                 raise ArtefactError(
                     f"masks: layer {name}: not in this model; make the masks from this model"
                 )
-            wanted, found = (shapes[name].n, -(-shapes[name].k // 8)), tuple(mask.bits.shape)
-            if found != wanted:
+            expected, found = (shapes[name].n, -(-shapes[name].k // 8)), tuple(mask.bits.shape)
+            if found != expected:
                 raise ArtefactError(
-                    f"masks: layer {name}: shape {found}, expected {wanted}; "
+                    f"masks: layer {name}: shape {found}, expected {expected}; "
                     "make the masks from this model"
                 )
             if mask.pattern != TWO_OF_FOUR:

@@ -105,7 +105,7 @@ def forecast_pack(
 
     Args:
         model: the 16-bit source, of which headers are read.
-        recipe: what is wanted.
+        recipe: the recipe to apply.
         output: where it would go.
         missing: from ``missing_artefacts``.
         masks: of the model; without them the recipe's sparsity section decides.

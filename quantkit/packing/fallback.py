@@ -46,15 +46,15 @@ def choose_formats(
         ArtefactError: statistics without samples.
         NonFiniteError: NaN or Inf in a weight.
     """
-    wanted = [t for t in treatments if _may_fall_back(t)]
+    expected = [t for t in treatments if _may_fall_back(t)]
     chosen: dict[str, LayerPlan] = {}
-    for done, treatment in enumerate(wanted):
-        progress(step, done, len(wanted))
+    for done, treatment in enumerate(expected):
+        progress(step, done, len(expected))
         name = treatment.layer.name
         with one_torch_thread():
             chosen[name] = _nearer(treatment, smoothing.get(name), inputs)
-    if wanted:
-        progress(step, len(wanted), len(wanted))
+    if expected:
+        progress(step, len(expected), len(expected))
     return tuple(chosen.get(t.layer.name, t) for t in treatments)
 
 

@@ -120,11 +120,11 @@ def _measure(
     errors, power = torch.zeros(len(trials), dtype=torch.float64), 0.0
     for first, block in source.blocks():
         weight = block if mask is None else block * mask(block, first)
-        wanted = rows @ weight.T
-        power += float(wanted.square().sum(dtype=torch.float64))
+        expected = rows @ weight.T
+        power += float(expected.square().sum(dtype=torch.float64))
         for index, trial in enumerate(trials):
             found = trial.rows @ _rounded(weight, trial).T
-            errors[index] += (found - wanted).square().sum(dtype=torch.float64)
+            errors[index] += (found - expected).square().sum(dtype=torch.float64)
     return OutputErrors(errors.nan_to_num(nan=torch.inf), power)
 
 

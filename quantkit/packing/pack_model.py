@@ -155,7 +155,7 @@ def pack(
 
     Args:
         model: the 16-bit source, which is only read.
-        recipe: what is wanted.
+        recipe: the recipe to apply.
         output: the directory to make.
         calibration: statistics for static scales, smoothing and Wanda.
         masks: which weights are kept; without them the recipe's sparsity section decides.

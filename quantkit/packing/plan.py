@@ -71,7 +71,7 @@ def plan_component(
 
     Args:
         component: a denoiser.
-        recipe: what is wanted.
+        recipe: the recipe to apply.
         calibration: statistics of its inputs.
         masks: which weights are kept; without them the recipe's sparsity section decides.
         hessians: second moments of its inputs, which gptq rounding needs.
@@ -187,12 +187,12 @@ def _smoothing(
         return {}
     from quantkit.packing.smoothing_strength import choose_strengths
 
-    wanted = inputs.recipe.smooth
-    if wanted == "auto":
+    expected = inputs.recipe.smooth
+    if expected == "auto":
         step = f"smoothing of {component.name or component.class_name}"
         alphas = choose_strengths(treatments, inputs, step=step, progress=progress)
     else:
-        alphas = dict.fromkeys(smooth, wanted)
+        alphas = dict.fromkeys(smooth, expected)
     return {name: alpha for name in smooth if (alpha := alphas[name]) is not None}
 
 

@@ -29,14 +29,14 @@ def choose_strengths(
         ArtefactError: statistics without samples.
         NonFiniteError: NaN or Inf in a weight.
     """
-    wanted = [t for t in treatments if t.scheme is not None and t.scheme.smooth]
+    expected = [t for t in treatments if t.scheme is not None and t.scheme.smooth]
     chosen: dict[str, float | None] = {}
     with one_torch_thread():
-        for done, treatment in enumerate(wanted):
+        for done, treatment in enumerate(expected):
             assert treatment.scheme is not None
-            progress(step, done, len(wanted))
+            progress(step, done, len(expected))
             chosen[treatment.layer.name] = _best(treatment.layer, treatment.scheme, inputs)
-    progress(step, len(wanted), len(wanted))
+    progress(step, len(expected), len(expected))
     return chosen
 
 

@@ -272,7 +272,7 @@ _Biases = Mapping[str, tuple[_ShardFile, TensorInfo]]
 
 def _corrected_biases(files: Sequence[_ShardFile]) -> _Biases:
     """Return the biases that are written once their layer's weight was packed."""
-    wanted = {
+    expected = {
         f"{name}.bias"
         for file in files
         for name, layer in file.plan.layers.items()
@@ -282,7 +282,7 @@ def _corrected_biases(files: Sequence[_ShardFile]) -> _Biases:
         name: (file, info)
         for file in files
         for name, info in file.plan.source.tensors.items()
-        if name in wanted
+        if name in expected
     }
 
 

@@ -111,7 +111,7 @@ class KeptResults:
 
     def _place(self, x: Tensor) -> int | None:
         """Return which input ``x`` is, or a view of, as it was given; None where it is none."""
-        base = x if x._base is None else x._base  # noqa: SLF001  a view may be made anew
+        base = x if x._base is None else x._base  # noqa: SLF001  a view may be another object
         place = next((i for i, t in enumerate(self._inputs) if t is base), None)
         return None if place is None or _count(x) != self._versions[place] else place
 

@@ -132,9 +132,9 @@ class RecordedStep:
         note_again(self.step.kernels.calls)
 
 
-def agree(found: Any, wanted: Any) -> bool:
+def agree(found: Any, expected: Any) -> bool:
     """Tell whether two answers of a call are the same, but for sums in another order."""
-    leaves = zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True)
+    leaves = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
     return all(_near(a, b) for a, b in leaves if isinstance(a, Tensor))
 
 
@@ -185,7 +185,7 @@ def run_aside(run: Callable[[], Any], device: torch.device) -> Any:
         with torch.cuda.stream(aside):
             answer = run()
         current.wait_stream(aside)
-        # The allocator gives what was made aside to the next work there, which waits for this copy.
+        # The allocator reuses this memory for the next work on that stream, after this copy.
         return pytree.tree_map_only(Tensor, Tensor.clone, answer)
 
 

@@ -16,7 +16,7 @@ class Version(NamedTuple):
 
     def is_now(self, x: Tensor) -> bool:
         """Tell whether ``x`` is that tensor, or a view of it, and nothing was written since."""
-        base = x if x._base is None else x._base  # noqa: SLF001  a view may be made anew
+        base = x if x._base is None else x._base  # noqa: SLF001  a view may be another object
         same = self.tensor() is base and self.version == x._version  # noqa: SLF001  the only counter
         return same and self.address == x.data_ptr()
 

@@ -255,11 +255,11 @@ def _measure_layer(
     subject: MeasuredModel, layer: Layer, stride: int, device: torch.device
 ) -> LayerSensitivity:
     digest = sha256_of(layer.shard, layer.weight)
-    wanted = subject.calibration.digests_of(subject.component).get(layer.name)
-    if digest != wanted:
+    expected = subject.calibration.digests_of(subject.component).get(layer.name)
+    if digest != expected:
         raise ArtefactError(
             f"calibration: {layer.name} had other weights (checksum {digest[:12]} now, "
-            f"{str(wanted)[:12]} then); calibrate this model"
+            f"{str(expected)[:12]} then); calibrate this model"
         )
     settings, inputs = subject.recipe.settings(layer.name), subject.inputs(layer.name)
     about = subject.calibration.metadata

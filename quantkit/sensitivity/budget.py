@@ -120,7 +120,7 @@ def allowed_names(globs: Sequence[str]) -> tuple[str, ...]:
 
 
 def _refuse_unmeasured(sensitivity: Sensitivity, globs: Sequence[str]) -> None:
-    """Refuse a glob that asks only for treatments that wanted second moments and had none."""
+    """Refuse a glob that asks only for treatments that need second moments where there are none."""
     measured = {name for layer in sensitivity.layers for name in layer.outcomes}
     for glob in globs:
         found = [t for t in TREATMENTS if t.packs and matches(t.name, (glob,))]

@@ -135,7 +135,7 @@ def _error(weight: Tensor, treated: Tensor, inputs: StoredInputs, cast: InputCas
     lost = total = 0.0
     for timestep, rows, share in inputs.rows(weight.device):
         read = rows if cast is None else round_input(rows, cast.format, cast.at(timestep))
-        wanted = rows @ weight.T
-        lost += share * float((wanted - read @ treated.T).square().sum(dtype=torch.float64))
-        total += share * float(wanted.square().sum(dtype=torch.float64))
+        expected = rows @ weight.T
+        lost += share * float((expected - read @ treated.T).square().sum(dtype=torch.float64))
+        total += share * float(expected.square().sum(dtype=torch.float64))
     return lost / total if total else 0.0

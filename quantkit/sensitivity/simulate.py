@@ -89,17 +89,17 @@ def final_latents(
     return latents
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Return the median over prompts of sum (found - wanted)^2 / sum wanted^2 (NMSE).
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the median over prompts of sum (found - expected)^2 / sum expected^2 (NMSE).
 
     The median, because the same small change turns a few pictures into others and leaves most
     alone: a mean over few prompts says little of the layer.
 
     Args:
         found: latents, a prompt along the first axis.
-        wanted: of the same shape; a prompt whose latents are all zero counts as unchanged.
+        expected: of the same shape; a prompt whose latents are all zero counts as unchanged.
     """
-    first, second = found.double().flatten(1), wanted.double().flatten(1)
+    first, second = found.double().flatten(1), expected.double().flatten(1)
     total = second.square().sum(dim=1)
     lost = (first - second).square().sum(dim=1)
     return float((lost / torch.where(total > 0, total, torch.inf)).quantile(0.5))

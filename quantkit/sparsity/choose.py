@@ -148,7 +148,7 @@ class LayerInputs:
 
 
 def wanted_layers(component: Component, recipe: Recipe) -> list[Layer]:
-    """Return the layers that are packed and wanted sparse, whether they can be or not."""
+    """Return the layers that are packed and to be sparse, whether they can be or not."""
     return [
         layer
         for layer in list_layers(component)

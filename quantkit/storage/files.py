@@ -18,7 +18,7 @@ from quantkit.errors import OutputError, QuantkitError
 from quantkit.storage.marker import MARKER, marker_text, refuse_foreign
 from quantkit.storage.places import already_there, refuse_directory, refuse_file, translated
 from quantkit.storage.renaming import rename_new, rename_over
-from quantkit.storage.staging import aside_of, stage_beside
+from quantkit.storage.staging import aside_of, stage_for
 from quantkit.storage.system import OTHERS_WRITE, sync
 
 
@@ -40,7 +40,7 @@ def staged_directory(
             (no space left).
     """
     refuse_directory(output, kind, force=force)
-    with translated(output), stage_beside(output) as stage:
+    with translated(output), stage_for(output) as stage:
         made = stage / "made"
         made.mkdir()
         with _told_as(output, made):
@@ -58,7 +58,7 @@ def scratch_directory(output: Path) -> Iterator[Path]:
     Raises:
         OutputError: it cannot be written (no space left).
     """
-    with translated(output), stage_beside(output) as stage:
+    with translated(output), stage_for(output) as stage:
         yield stage
 
 
@@ -158,7 +158,7 @@ def _kept(write: Callable[[Path], None], output: Path) -> str:
 @contextmanager
 def _made_file(output: Path, publish: Callable[[Path, Path], object]) -> Iterator[Path]:
     """Yield a path in a stage; what the body wrote there is published as ``output``."""
-    with translated(output), stage_beside(output) as stage:
+    with translated(output), stage_for(output) as stage:
         made = stage / output.name
         with _told_as(output, made):
             yield made

@@ -116,7 +116,7 @@ def locked(target: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # While it is held: whoever waits for it sees that it is gone, and makes another. Windows
+        # While it is held: a waiting process sees that it is gone, and makes another. Windows
         # deletes nothing that is open: there the empty file stays.
         with suppress(PermissionError):
             path.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ _LOCK = ".lock"
 
 
 @contextmanager
-def stage_beside(output: Path) -> Iterator[Path]:
+def stage_for(output: Path) -> Iterator[Path]:
     """Yield an empty folder next to ``output``, on its file system; it is removed afterwards.
 
     Stages that killed processes left for the same output are deleted first.
@@ -93,7 +93,7 @@ def _drop(stage: Path, lock: int | None) -> None:
                 if not os.path.lexists(target):
                     waiting.rename(target)
     # Windows deletes nothing that is open. Elsewhere a lock that is let go before would be taken by
-    # whoever made the stage a moment ago and is about to lock it.
+    # a process that has just made the stage and is about to lock it.
     if os.name == "nt" and lock is not None:
         os.close(lock)
     shutil.rmtree(stage, ignore_errors=True)

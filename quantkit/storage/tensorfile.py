@@ -185,10 +185,10 @@ def _row(base: int, name: str, entry: object) -> TensorInfo:
             row = TensorInfo(name, dtype, tuple(shape), base + start, base + stop)
         case _:
             raise ValueError(f"{name!r:.80}: damaged header entry {entry!r:.200}")
-    wanted = prod(row.shape) * ITEM_BYTES[dtype]
-    if row.nbytes != wanted:
+    expected = prod(row.shape) * ITEM_BYTES[dtype]
+    if row.nbytes != expected:
         raise ValueError(
-            f"{name!r:.80}: {row.nbytes} bytes, {dtype} {list(shape)!s:.80} takes {wanted!s:.40}"
+            f"{name!r:.80}: {row.nbytes} bytes, {dtype} {list(shape)!s:.80} takes {expected!s:.40}"
         )
     return row
 

@@ -33,7 +33,7 @@ def parse_yaml(text: str) -> Any:
     """Return the value of a YAML text, within the limits of this module.
 
     Args:
-        text: of at most ``MAX_BYTES``, which whoever reads the file checks.
+        text: of at most ``MAX_BYTES``, which the reader of the file checks.
 
     Raises:
         ValueError: in one line: not YAML, a key twice, an anchor, a tag, or beyond a limit.

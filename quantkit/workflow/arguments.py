@@ -178,5 +178,5 @@ def with_prompts(
     texts = as_prompts(prompts)
     if count is None and prompts is None:
         return recipe, texts
-    wanted = len(texts) if count is None else count
-    return change_recipe(recipe, {"calibration.prompts": wanted}), texts
+    expected = len(texts) if count is None else count
+    return change_recipe(recipe, {"calibration.prompts": expected}), texts

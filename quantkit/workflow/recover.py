@@ -142,8 +142,8 @@ def _kept(component: Component, recipe: Recipe, masks: MaskSet | None, method: s
         return set(masks.of(component))
     if method == "obs" and recipe.sparsity is not None:
         pattern = parse_pattern(recipe.sparsity.pattern)
-        wanted = wanted_layers(component, recipe)
-        return {layer.name for layer in wanted if dense_reason(layer, pattern) is None}
+        expected = wanted_layers(component, recipe)
+        return {layer.name for layer in expected if dense_reason(layer, pattern) is None}
     return set()
 
 

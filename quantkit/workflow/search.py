@@ -66,7 +66,7 @@ def search_ssim(
     with quiet_libraries():
         pipe = load_pipeline(subject.model, device)
         settings = rehearse_pictures(pipe, settings)
-        wanted = generate(pipe, settings, label="original", progress=progress).pictures
+        expected = generate(pipe, settings, label="original", progress=progress).pictures
         passed, failed = -1, len(errors)
         best: Trial | None = None
         while failed - passed > 1:
@@ -81,7 +81,7 @@ def search_ssim(
             with treated_pipeline(subject, pipe, names):
                 label = f"trial {len(trials) + 1}"
                 found = generate(pipe, settings, label=label, progress=progress).pictures
-            pairs = zip(wanted, found, strict=True)
+            pairs = zip(expected, found, strict=True)
             trial = Trial(assignment, fmean(measure_ssim(a, b, Backbones()) for a, b in pairs))
             trials.append(trial)
             if trial.ssim >= least:

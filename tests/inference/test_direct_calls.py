@@ -384,7 +384,7 @@ def test_a_gpu_gives_the_same_bits_and_counts_the_same(name):
     layer = layer_of(SCHEMES[name]).cuda().half()
     inputs = [torch.randn(3, 5, 32, device="cuda").half() for _ in range(4)]
     layer(inputs[0])
-    layer.direct = launch_cache.DirectCalls()
+    layer.direct = launch_cache.LaunchCache()
     with log.record() as wanted:
         first = layer(inputs[0])
     with log.record() as found:

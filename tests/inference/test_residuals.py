@@ -11,7 +11,7 @@ from torch import nn
 from quantkit.device import compilers, log
 from quantkit.inference.blocks import feed_forward, group_norms, picture_norms, residuals
 from quantkit.inference.blocks.normed_blocks import install
-from quantkit.inference.blocks.residuals import Sum
+from quantkit.inference.blocks.residuals import ResidualSum
 from quantkit.numerics.formats import E4M3FN, INT8
 from quantkit.numerics.granularity import PerChannel, PerGroup
 from quantkit.numerics.masks import TWO_OF_FOUR
@@ -192,10 +192,10 @@ def test_another_thread_in_the_middle_gets_its_own_sum():
     product, found = layer(x), []
 
     def other():
-        with Sum(layer, theirs) as end:
+        with ResidualSum(layer, theirs) as end:
             found.append(end.total(layer(x)))
 
-    with Sum(layer, mine) as end:
+    with ResidualSum(layer, mine) as end:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
@@ -208,7 +208,7 @@ def test_another_thread_in_the_middle_gets_its_own_sum():
 @torch.no_grad()
 def test_a_failure_leaves_the_layer_as_it_was():
     layer, x = packed_module(nn.Linear(32, 32), STATIC), torch.randn(2, 5, 32)
-    with pytest.raises(ZeroDivisionError), Sum(layer, x):
+    with pytest.raises(ZeroDivisionError), ResidualSum(layer, x):
         raise ZeroDivisionError
     assert "forward" not in vars(layer)
 
@@ -219,7 +219,7 @@ def test_what_is_added_has_the_shape_and_dtype_of_the_product(dtype):
     layer, x = packed_module(nn.Linear(32, 32), STATIC), torch.randn(2, 5, 32).to(dtype)
     product = layer(x)
     for added in (torch.randn(1, 5, 32).to(dtype), torch.randn(2, 5, 32).double()):
-        with Sum(layer, added) as end:
+        with ResidualSum(layer, added) as end:
             assert torch.equal(layer(x), product)
         assert torch.equal(end.total(product), added + product)
 

@@ -170,13 +170,13 @@ def test_copies_pickles_and_other_dtypes_keep_them(model):
 def test_codes_of_one_launch_are_those_of_three(model, monkeypatch):
     static = with_scales(model)
     quantkit.attention(static, min_keys=1)
-    made, at_once = [], attention_heads._at_once
+    made, at_once = [], attention_heads._in_one_launch
     monkeypatch.setattr(
-        attention_heads, "_at_once", lambda *args: made.append(at_once(*args)) or made[-1]
+        attention_heads, "_in_one_launch", lambda *args: made.append(at_once(*args)) or made[-1]
     )
     found = answer(static)
     assert any(codes is not None for codes in made)
-    monkeypatch.setattr(attention_heads, "_at_once", lambda *_: None)
+    monkeypatch.setattr(attention_heads, "_in_one_launch", lambda *_: None)
     assert torch.equal(answer(static), found)
 
 

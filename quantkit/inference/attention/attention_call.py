@@ -37,11 +37,11 @@ class AttentionSettings:
             InputError: a format, or a number of keys.
         """
         if self.qk_format not in QK_FORMATS:
-            wanted = ", ".join(QK_FORMATS)
-            raise InputError(f"attention: qk {self.qk_format!r:.40}, expected one of {wanted}")
+            expected = ", ".join(QK_FORMATS)
+            raise InputError(f"attention: qk {self.qk_format!r:.40}, expected one of {expected}")
         if self.pv not in PV_FORMATS:
-            wanted = f"{E4M3FN.name}, or None for 16 bit"
-            raise InputError(f"attention: pv {self.pv!r:.40}, expected {wanted}")
+            expected = f"{E4M3FN.name}, or None for 16 bit"
+            raise InputError(f"attention: pv {self.pv!r:.40}, expected {expected}")
         if self.min_keys < 1:
             raise InputError(f"attention: min_keys {self.min_keys}, expected 1 or more")
 

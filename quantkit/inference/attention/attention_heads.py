@@ -132,7 +132,7 @@ def _codes(
     qk_format, pv = formats
     if qk_format == pv == E4M3FN.name and not _some_end_in_codes(streams, rotation):
         streams = [s._replace(q=computed(s.q), k=computed(s.k), v=computed(s.v)) for s in streams]
-        if (together := _at_once(streams, shape, made, rotation)) is not None:
+        if (together := _in_one_launch(streams, shape, made, rotation)) is not None:
             return together
     means = made.scales.key_mean
     q = _Side([s.q for s in streams], [s.norm_q for s in streams], None, made.query, 1)
@@ -143,7 +143,7 @@ def _codes(
     return _Codes(qc, kc, vc, q_scale, k_scale)
 
 
-def _at_once(
+def _in_one_launch(
     streams: Sequence[Stream], shape: Shape, made: HeadFactors, rotation: Rotation | None
 ) -> _Codes | None:
     """Return all codes, of one launch; None where projections or norms differ."""

@@ -62,7 +62,7 @@ def with_streams(processor_class: type, call: Any, settings: AttentionSettings |
     return function
 
 
-def is_written_again(processor_class: type) -> bool:
+def is_reimplemented(processor_class: type) -> bool:
     """Tell whether a processor of a packed model is reimplemented here, in 16 bit too."""
     return processor_class.__name__ in _PROCESSORS
 
@@ -178,9 +178,9 @@ def _unet(
     """Compute AttnProcessor2_0: UNets, PixArt."""
     del temb
     attn = own.module
-    beside = (attn.spatial_norm, attn.group_norm, attn.norm_cross, attn.residual_connection)
+    extra = (attn.spatial_norm, attn.group_norm, attn.norm_cross, attn.residual_connection)
     context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-    if attention_mask is not None or any(beside) or hidden_states.ndim != 3:
+    if attention_mask is not None or any(extra) or hidden_states.ndim != 3:
         return None
     plain = encoder_hidden_states is None and attn.norm_q is None and attn.norm_k is None
     y = own.attend_to_itself(hidden_states) if plain else None

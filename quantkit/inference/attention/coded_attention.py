@@ -10,7 +10,7 @@ from torch import nn
 from quantkit.checkpoint.packed_attention import PackedAttention
 from quantkit.errors import CheckpointError, InputError
 from quantkit.inference.attention.attention_call import AttentionSettings, attend
-from quantkit.inference.attention.attention_streams import is_written_again, with_streams
+from quantkit.inference.attention.attention_streams import is_reimplemented, with_streams
 from quantkit.inference.layers.layer_summary import iterate_packed
 from quantkit.models.attention_modules import attention_modules, call_with, why_kept
 from quantkit.numerics.formats import E4M3FN
@@ -93,7 +93,7 @@ def _set_all(
 
 def _with_heads(plain: Any, settings: AttentionSettings | None, *, packed: bool) -> Any:
     """Return a processor on codes, or a reimplemented one of a packed model."""
-    again = packed and is_written_again(type(plain))
+    again = packed and is_reimplemented(type(plain))
     return _quantized(plain, settings) if settings or again else plain
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantkit.device.ops.norms.activations import ALIGNED
 from quantkit.device.ops.table import name_for
-from quantkit.inference.layers.compiler_fuses import is_fused
+from quantkit.inference.layers.compiler_fuses import compiler_quantizes
 from quantkit.inference.layers.fused_op import has_kernel, pays
 from quantkit.inference.layers.modules import is_watched
 from quantkit.inference.layers.prompts import is_plain
@@ -36,7 +36,7 @@ def word_of(activation: Any) -> str | None:
     return _GELUS.get(activation.approximate) if known else None
 
 
-def is_one_pass(
+def has_fused_op(
     activation: Any, reader: Any, x: Tensor | QuantizedInput, prefix: Tensor | None = None
 ) -> bool:
     """Tell whether one operation computes an activation and the codes that a layer reads.
@@ -47,14 +47,14 @@ def is_one_pass(
         x: what is activated, or what that is made of.
         prefix: what stands left of it.
     """
-    if not _can_end(activation, reader) or is_fused(x) or not _fit(x, reader, prefix):
+    if not _can_end(activation, reader) or compiler_quantizes(x) or not _fit(x, reader, prefix):
         return False
     name = name_for("gelu_codes", reader.scheme.input.name)
     found: bool = has_kernel(name, str(x.device), reader.k)
     return found
 
 
-def is_one_product(
+def has_fused_product(
     layer: Any,
     activation: Any,
     reader: Any,
@@ -105,7 +105,7 @@ def _fit(x: Tensor | QuantizedInput, reader: Any, prefix: Tensor | None) -> bool
 def activated(
     activation: Any, reader: Any, x: Tensor, prefix: Tensor | None = None
 ) -> QuantizedInput:
-    """Return the codes of an activation, where ``is_one_pass``.
+    """Return the codes of an activation, where ``has_fused_op``.
 
     Args:
         activation: what is computed.
@@ -130,7 +130,7 @@ def projected(
     x: Tensor | QuantizedInput,
     prefix: Tensor | None = None,
 ) -> QuantizedInput:
-    """Return the codes of a layer's activation, where ``is_one_product``; else as ``activated``."""
+    """Return codes of a layer's activation, where ``has_fused_product``; else as ``activated``."""
     codes = layer.activated_codes(x, reader, word_of(activation), prefix)
     return QuantizedInput(
         codes, reader.static_scale, torch.Size((*x.shape[:-1], reader.k)), x.dtype

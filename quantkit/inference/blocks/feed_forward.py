@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from quantkit.device.ops.table import name_for
 from quantkit.inference.blocks.activation_codes import (
     activated,
-    is_one_pass,
-    is_one_product,
+    has_fused_op,
+    has_fused_product,
     projected,
     word_of,
 )
@@ -52,9 +52,9 @@ class ActivatedFeedForward(FeedForward):  # type: ignore[misc]  # as above
         activation, dropout, down, *others = self.net
         plain = not (self.training or is_watched(dropout))
         x, up = hidden_states, activation.proj
-        if plain and is_one_product(up, activation, down, x):
+        if plain and has_fused_product(up, activation, down, x):
             y: Tensor = down(projected(up, activation, down, x))
-        elif plain and is_one_pass(activation, down, x):
+        elif plain and has_fused_op(activation, down, x):
             y = down(activated(activation, down, up(x)))
         else:
             whole: Tensor = super().forward(x, *args, **kwargs)

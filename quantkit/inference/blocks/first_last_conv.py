@@ -24,7 +24,7 @@ from quantkit.inference.layers.modules import is_watched
 
 _LAST = torch.channels_last
 #: The attribute of a norm that holds the activation after it.
-_BEHIND = "activation_behind"
+_ACTIVATION_AFTER = "activation_behind"
 
 
 class FirstConv2d(nn.Conv2d):
@@ -58,8 +58,8 @@ class LastGroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as torch names it
         """Return the norm, or the activated output for a ``LastSiLU``."""
-        activation: nn.Module = getattr(self, _BEHIND)[0]
-        if not _is_one_pass(self, activation, input):
+        activation: nn.Module = getattr(self, _ACTIVATION_AFTER)[0]
+        if not _has_fused_op(self, activation, input):
             return super().forward(input)
         # Nothing but the activation sees it.
         return cast("Tensor", ActivatedOutput(norm_pictures(self, input, "silu")))
@@ -96,14 +96,14 @@ def install(model: nn.Module) -> None:
         return
     for name, (_, own) in _ENDS.items():
         getattr(model, name).__class__ = own
-    setattr(model.conv_norm_out, _BEHIND, (model.conv_act,))
+    setattr(model.conv_norm_out, _ACTIVATION_AFTER, (model.conv_act,))
 
 
 def uninstall(model: nn.Module) -> None:
     """Undo ``install``."""
     for module, plain in _ends_of(model):
         module.__class__ = plain
-        vars(module).pop(_BEHIND, None)
+        vars(module).pop(_ACTIVATION_AFTER, None)
 
 
 def _ends_of(model: nn.Module) -> Iterator[tuple[Any, type[nn.Module]]]:
@@ -112,7 +112,7 @@ def _ends_of(model: nn.Module) -> Iterator[tuple[Any, type[nn.Module]]]:
             yield module, plain
 
 
-def _is_one_pass(norm: LastGroupNorm, activation: nn.Module, x: Tensor) -> bool:
+def _has_fused_op(norm: LastGroupNorm, activation: nn.Module, x: Tensor) -> bool:
     """Tell whether one operation computes a norm and the activation after it."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
         return False

@@ -14,14 +14,14 @@ def joined(first: Tensor, second: Tensor) -> Tensor:
     Returns:
         (B, T + U, K); it may share the memory of both.
     """
-    if torch.compiler.is_compiling() or not _are_neighbours(first, second):
+    if torch.compiler.is_compiling() or not _are_adjacent(first, second):
         return torch.cat([first, second], dim=1)
     (pictures, tokens, width), more = first.shape, second.shape[1]
     size = (pictures, tokens + more, width)
     return first.as_strided(size, (size[1] * width, width, 1), first.storage_offset())
 
 
-def _are_neighbours(first: Tensor, second: Tensor) -> bool:
+def _are_adjacent(first: Tensor, second: Tensor) -> bool:
     """Tell whether tokens of the second follow those of the first in one contiguous tensor."""
     plain = type(first) is type(second) is Tensor and first.device.type != "meta"
     graph = torch.is_grad_enabled() and (first.requires_grad or second.requires_grad)

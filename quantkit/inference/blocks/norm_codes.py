@@ -88,14 +88,14 @@ def layer_normed(
 
     Args:
         norm: a LayerNorm.
-        readers: layers that ``read_alike``; none: the norm's 16 bit are wanted.
+        readers: layers that ``read_alike``; none: the norm's 16 bit are needed.
         x: (B, T, K).
         branch: is added before.
         modulation: of the norm.
     """
     if branch is not None and not (sums_pay() and branch.is_like(x)):
         x, branch = branch.added_to(x), None
-    if readers and _is_one_pass(norm, readers[0], x, modulation):
+    if readers and _has_fused_op(norm, readers[0], x, modulation):
         if branch is None:
             return x, _in_one_pass(norm, readers[0], x, modulation)
         return _summed_in_one_pass(norm, readers[0], x, branch, modulation)
@@ -106,7 +106,9 @@ def layer_normed(
     return x, readers[0].as_codes(y) if readers else y
 
 
-def _is_one_pass(norm: Any, reader: PackedLinear, x: Tensor, modulation: Modulation | None) -> bool:
+def _has_fused_op(
+    norm: Any, reader: PackedLinear, x: Tensor, modulation: Modulation | None
+) -> bool:
     """Tell whether one operation computes the norm and its codes."""
     if type(norm) is not nn.LayerNorm or is_watched(norm) or not reader.takes_parts:
         return False

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from quantkit.inference.blocks.activation_codes import (
     activated,
-    is_one_pass,
-    is_one_product,
+    has_fused_op,
+    has_fused_product,
     projected,
 )
 from quantkit.inference.blocks.joined_streams import joined
 from quantkit.inference.blocks.norm_codes import Branch, Modulation, layer_normed, read_alike
 from quantkit.inference.blocks.norm_readers import CodedNorms, readers_at
-from quantkit.inference.blocks.residuals import Sum
-from quantkit.inference.layers.compiler_fuses import is_fused
+from quantkit.inference.blocks.residuals import ResidualSum
+from quantkit.inference.layers.compiler_fuses import compiler_quantizes
 from quantkit.inference.layers.modules import is_watched
 from quantkit.inference.layers.prompts import is_plain
 
@@ -65,10 +65,10 @@ class CodedTransformerBlock(BasicTransformerBlock):  # type: ignore[misc]  # dif
             return former
         y: Any
         x, y = layer_normed(self.norm1, _readers(self, "norm1", hidden_states), hidden_states)
-        with Sum(_end(self, "attn1.to_out"), x) as end:
+        with ResidualSum(_end(self, "attn1.to_out"), x) as end:
             y = self.attn1(y, encoder_hidden_states=None, attention_mask=attention_mask, **options)
         x, y = layer_normed(self.norm2, _readers(self, "norm2", x), *end.parts(y))
-        with Sum(_end(self, "attn2.to_out"), x) as end:
+        with ResidualSum(_end(self, "attn2.to_out"), x) as end:
             y = self.attn2(
                 y,
                 encoder_hidden_states=context,
@@ -76,7 +76,7 @@ class CodedTransformerBlock(BasicTransformerBlock):  # type: ignore[misc]  # dif
                 **options,
             )
         x, y = layer_normed(self.norm3, _readers(self, "norm3", x), *end.parts(y))
-        with Sum(_end(self, "ff"), x) as end:
+        with ResidualSum(_end(self, "ff"), x) as end:
             y = self.ff(y)
         return end.total(y)
 
@@ -102,9 +102,9 @@ class CodedJointBlock(JointTransformerBlock):  # type: ignore[misc]  # as above
             text_gate = None
         else:
             words, text_gate, *text_mlp = _adaptive(self, "norm1_context", text, temb)
-        end = Sum(_end(self, "attn.to_out"), x, gate)
+        end = ResidualSum(_end(self, "attn.to_out"), x, gate)
         last = None if self.context_pre_only else _end(self, "attn.to_add_out")
-        with end, Sum(last, text, text_gate) as end_of_text:
+        with end, ResidualSum(last, text, text_gate) as end_of_text:
             a, b = self.attn(hidden_states=normed, encoder_hidden_states=words, **options)
         x = _feed_forward(self, "", end.parts(a), mlp)
         if self.context_pre_only:
@@ -127,9 +127,9 @@ class CodedFluxBlock(FluxTransformerBlock):  # type: ignore[misc]  # as above
         x, text = hidden_states, encoder_hidden_states
         normed, gate, *mlp = _adaptive(self, "norm1", x, temb)
         words, text_gate, *text_mlp = _adaptive(self, "norm1_context", text, temb)
-        end = Sum(_end(self, "attn.to_out"), x, gate)
+        end = ResidualSum(_end(self, "attn.to_out"), x, gate)
         last = _end(self, "attn.to_add_out")
-        with end, Sum(last, text, text_gate) as end_of_text:
+        with end, ResidualSum(last, text, text_gate) as end_of_text:
             a, b, *prompted = self.attn(
                 hidden_states=normed,
                 encoder_hidden_states=words,
@@ -161,7 +161,7 @@ class CodedFluxSingleBlock(FluxSingleTransformerBlock):  # type: ignore[misc]  #
         options = joint_attention_kwargs or {}
         heads = self.attn(hidden_states=y, image_rotary_emb=image_rotary_emb, **options)
         read = _side_by_side(self, heads, y)
-        with Sum(None if self.training else self.proj_out, x, gate) as end:
+        with ResidualSum(None if self.training else self.proj_out, x, gate) as end:
             y = self.proj_out(read)
         x = _clipped(end.total(y))
         return x[:, :words], x[:, words:]
@@ -243,7 +243,7 @@ def _can_share(block: Any, paths: tuple[str, ...]) -> bool:
 
 def _readers(block: Any, norm: str, x: Tensor) -> list[Any]:
     """Return the layers that read a norm's codes now; none where a reader needs 16 bit."""
-    if block.training or is_fused(x):
+    if block.training or compiler_quantizes(x):
         return []
     found: CodedNorms = getattr(block, _CODED)
     return found.layers(block, norm, _NORMS[type(block)][norm])
@@ -289,7 +289,7 @@ def _feed_forward(
     name, network = f"norm2{suffix}", getattr(block, f"ff{suffix}")
     readers = _readers(block, name, parts[0])
     x, y = layer_normed(getattr(block, name), readers, *parts, Modulation(scale, shift))
-    with Sum(_end(block, f"ff{suffix}"), x, gate) as end:
+    with ResidualSum(_end(block, f"ff{suffix}"), x, gate) as end:
         y = network(y)
     return end.total(y)
 
@@ -297,13 +297,13 @@ def _feed_forward(
 def _side_by_side(block: Any, heads: Tensor, x: Any) -> Any:
     """Return the input of a single-stream block's last projection: heads and hidden tokens."""
     layer, activation, up = block.proj_out, block.act_mlp, block.proj_mlp
-    if not block.training and is_one_product(up, activation, layer, x, heads):
+    if not block.training and has_fused_product(up, activation, layer, x, heads):
         return projected(up, activation, layer, x, heads)
     hidden = up(x)
-    if not block.training and is_one_pass(activation, layer, hidden, heads):
+    if not block.training and has_fused_op(activation, layer, hidden, heads):
         return activated(activation, layer, hidden, heads)
     parts = (heads, activation(hidden))
-    if not (is_plain(layer) and layer.takes_parts) or is_fused(heads):
+    if not (is_plain(layer) and layer.takes_parts) or compiler_quantizes(heads):
         return torch.cat(parts, dim=2)
     return layer.codes_of_parts(parts)
 

@@ -44,7 +44,7 @@ def adds(layer: Any, x: Tensor, gate: Tensor | None = None) -> bool:
     return found
 
 
-class Sum(ReplacedForward):
+class ResidualSum(ReplacedForward):
     """``x + gate * y``, where attention or a network computes y inside a ``with`` block."""
 
     def __init__(self, layer: Any, x: Tensor, gate: Tensor | None = None) -> None:
@@ -60,7 +60,7 @@ class Sum(ReplacedForward):
         self._thread = 0 if self._layer is None else get_ident()
         self._added = False
 
-    def __enter__(self) -> "Sum":  # noqa: PYI034  Self is of Python 3.11
+    def __enter__(self) -> "ResidualSum":  # noqa: PYI034  Self is of Python 3.11
         """Let the layer add."""
         if self._layer is not None:
             vars(self._layer)["forward"] = self

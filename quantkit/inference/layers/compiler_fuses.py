@@ -16,7 +16,7 @@ from quantkit.inference.layers.quantized_input import QuantizedInput
 _FIRST_FP8 = (8, 9)
 
 
-def is_fused(x: Tensor | QuantizedInput) -> bool:
+def compiler_quantizes(x: Tensor | QuantizedInput) -> bool:
     """Tell whether torch.compile generates the quantization of an input like ``x``.
 
     Only on NVIDIA GPUs that convert to FP8 themselves: no Radeon card was at hand to see what

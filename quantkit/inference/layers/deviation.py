@@ -96,9 +96,11 @@ class _Watcher:
             reference = layer.forward(*args)
         seen.kernel = max(seen.kernel, _relative(output, reference))
         if self._twin is not None:
-            wanted = _run_dense(self._twin, args[0])
-            seen.error_energy += float((output.float() - wanted).square().sum(dtype=torch.float64))
-            seen.dense_energy += float(wanted.square().sum(dtype=torch.float64))
+            expected = _run_dense(self._twin, args[0])
+            seen.error_energy += float(
+                (output.float() - expected).square().sum(dtype=torch.float64)
+            )
+            seen.dense_energy += float(expected.square().sum(dtype=torch.float64))
 
 
 def _twin(dense: Any, component: str, name: str) -> nn.Module | None:

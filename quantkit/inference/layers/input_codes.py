@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from quantkit.device.ops.norms.quantize import quantize_static, quantize_token
-from quantkit.inference.layers.compiler_fuses import is_fused
+from quantkit.inference.layers.compiler_fuses import compiler_quantizes
 from quantkit.inference.layers.torch_operators import operator_for
 from quantkit.numerics.formats import NumberFormat
 
@@ -22,7 +22,7 @@ def quantize_input(
         smooth: float32 (K,); None for ones.
         fmt: of the codes.
     """
-    fused = is_fused(x)
+    fused = compiler_quantizes(x)
     if scale is not None:
         static = quantize_static if fused else operator_for("quantize_static", fmt.name)
         return static(x, smooth, scale, fmt.name), scale

@@ -23,7 +23,7 @@ Read = tuple[Tensor | None, ...]
 _MOST = 32
 
 
-class DirectCalls:
+class LaunchCache:
     """The prepared launches of one layer; a copy of the layer starts with none."""
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class DirectCalls:
         #: tuple: another thread may read
         self._known: tuple[dict[Hashable, Any], _Tensors] = ({}, _Tensors(()))
 
-    def __deepcopy__(self, memo: object) -> "DirectCalls":
-        return DirectCalls()
+    def __deepcopy__(self, memo: object) -> "LaunchCache":
+        return LaunchCache()
 
-    def __reduce__(self) -> tuple[type["DirectCalls"], tuple[()]]:
-        return DirectCalls, ()
+    def __reduce__(self) -> tuple[type["LaunchCache"], tuple[()]]:
+        return LaunchCache, ()
 
     def find(self, layer: nn.Module, key: Hashable) -> Any:
         """Return the cached call of a key; None where the layer has to look up."""

@@ -22,7 +22,7 @@ from quantkit.errors import InputError
 from quantkit.inference.layers.codes import Codes
 from quantkit.inference.layers.dense_weight import DenseWeight, refusal
 from quantkit.inference.layers.input_codes import Coded, quantize_input
-from quantkit.inference.layers.launch_cache import DirectCalls, addresses_of, key_of
+from quantkit.inference.layers.launch_cache import LaunchCache, addresses_of, key_of
 from quantkit.inference.layers.timestep_buckets import TimestepBuckets, apply_keeping_dtype
 from quantkit.inference.layers.torch_operators import OPERATORS, operator_for
 from quantkit.numerics.conv_windows import Windows
@@ -72,7 +72,7 @@ class PackedLayer(nn.Module):
         self.dense_shape = tuple(dense.weight.shape)
         #: output features, and the length of a row: in_features, or kh * kw * C
         self.n, self.k = self.dense_shape[0], prod(self.dense_shape[1:])
-        self.direct = DirectCalls()
+        self.direct = LaunchCache()
         # A tuple hides the buckets from the module tree: they belong to the root model.
         self.buckets = (buckets,)
         # First: models ask their first parameter for the dtype to compute in (Wan's embedder).
@@ -301,7 +301,7 @@ class PackedLayer(nn.Module):
             if moved is not None and type(moved) is not Codes:
                 self.fill(part, moved.detach())
         # A bias of another dtype may come to lie where the old one lay.
-        self.direct = DirectCalls()
+        self.direct = LaunchCache()
         return self
 
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from quantkit.checkpoint.component import PackedComponent
-from quantkit.checkpoint.contents import tensor_claims
+from quantkit.checkpoint.contents import expected_digests
 from quantkit.checkpoint.filelist import FILE_LIST, FileList, find_file_list
 from quantkit.checkpoint.reader import Packed
 from quantkit.errors import CheckpointError
-from quantkit.models.hub import fetch_beside
+from quantkit.models.hub import fetch_missing
 from quantkit.storage.digest import ExpectedDigest, Hashing
 
 #: "0" leaves checksums out of ``from_pretrained``; ``load_pipeline`` has an argument instead.
@@ -36,8 +36,8 @@ def checksums(*, wanted: bool) -> Iterator[None]:
 
 def are_wanted() -> bool:
     """Tell whether components are hashed."""
-    wanted = _wanted.get()
-    return os.environ.get(VARIABLE) != "0" if wanted is None else wanted
+    expected = _wanted.get()
+    return os.environ.get(VARIABLE) != "0" if expected is None else expected
 
 
 def hash_component(component: PackedComponent, besides: Collection[str] = ()) -> Hashing:
@@ -48,7 +48,7 @@ def hash_component(component: PackedComponent, besides: Collection[str] = ()) ->
         besides: tensors that somebody else hashes.
 
     Returns:
-        nothing to do where checksums are not wanted.
+        nothing to do where checksums are off.
 
     Raises:
         CheckpointError: no list; a file of it is missing or of another size, or one too many.
@@ -56,9 +56,9 @@ def hash_component(component: PackedComponent, besides: Collection[str] = ()) ->
     if not are_wanted():
         return Hashing(())
     # What diffusers and transformers download for themselves lacks it.
-    fetch_beside(component.path.parent, FILE_LIST)
+    fetch_missing(component.path.parent, FILE_LIST)
     listed = find_file_list(component.path)
-    claims = (claim for name, claim in tensor_claims(component).items() if name not in besides)
+    claims = (claim for name, claim in expected_digests(component).items() if name not in besides)
     return Hashing([*_listed(listed), *claims])
 
 

@@ -57,8 +57,8 @@ def fuse_lora(model: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """
     del args, kwargs
     raise InputError(
-        f"fuse_lora: {type(model).__name__} is packed, and codes take no adapter in; call it "
-        "beside the weights as it is, or fuse into the 16-bit model, then pack that"
+        f"fuse_lora: {type(model).__name__} is packed, and adapters cannot be fused into codes; "
+        "use it without fusing, or fuse into the 16-bit model, then pack that"
     )
 
 

@@ -63,12 +63,12 @@ def agree(pipe: Any, *, passed: frozenset[str] = frozenset(), level: int = loggi
     quantizers = [found[name] for name in denoisers_first if found[name] is not None]
     if not quantizers:
         return
-    wanted, root = quantizers[0].compute_dtype, quantizers[0].files[0].parent.parent
+    expected, root = quantizers[0].compute_dtype, quantizers[0].files[0].parent.parent
     for name, module in modules.items():
         dtype = _dtype_of(module)
-        if dtype not in (None, wanted):
-            _log.log(level, "%s: cast from %s to %s, the denoiser's", name, dtype, wanted)
-            _cast(module, wanted)
+        if dtype not in (None, expected):
+            _log.log(level, "%s: cast from %s to %s, the denoiser's", name, dtype, expected)
+            _cast(module, expected)
         if found[name] is None:
             byte_exact_save.install(module, root / name)
     saving.install_in_pipeline(pipe)

@@ -140,8 +140,8 @@ def _download(repository: str) -> Path:
 
     try:
         root = Path(hf_hub_download(repository, FILE_LIST)).parent
-        wanted = [FILE_LIST, *find_file_list(root).files]
-        return Path(snapshot_download(repository, revision=root.name, allow_patterns=wanted))
+        expected = [FILE_LIST, *find_file_list(root).files]
+        return Path(snapshot_download(repository, revision=root.name, allow_patterns=expected))
     except (OSError, HFValidationError) as error:
         raise ModelError(
             f"{repository}: no directory, and no {FILE_LIST} of it comes from the hub "

@@ -93,11 +93,11 @@ def replace_layers(
     Returns:
         by module path.
     """
-    wanted = list(layers)
+    expected = list(layers)
     modules = dict(model.named_modules())
-    shared = timestep_buckets.install(model, {s.buckets for _, _, s in wanted if s.buckets})
+    shared = timestep_buckets.install(model, {s.buckets for _, _, s in expected if s.buckets})
     packed = {}
-    for name, path, scheme in wanted:
+    for name, path, scheme in expected:
         layer = packed[path] = pack_module(name, scheme, modules[path], shared.get(scheme.buckets))
         if is_wide(f"{path}.weight"):
             layer.compute_dtype = torch.float32

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.component import PackedComponent
-from quantkit.checkpoint.contents import packed_names, tensor_claims
+from quantkit.checkpoint.contents import expected_digests, packed_names
 from quantkit.checkpoint.torch_dtypes import PACKED_DTYPES
 from quantkit.device.host.hashing import Parts, new_digest, run_together
 from quantkit.errors import CheckpointError
@@ -59,7 +59,7 @@ def read_ahead(component: PackedComponent, device: torch.device) -> ReadAhead:
     """
     if device.type != "cpu":
         return ReadAhead({})
-    checked, claims = are_wanted(), tensor_claims(component)
+    checked, claims = are_wanted(), expected_digests(component)
     packed = packed_names(component)
     # In the order of the files, as a disk reads them best and the loader asks for them.
     names = [name for name in claims if name in packed]

@@ -194,11 +194,11 @@ class Trainer:
 
     def _refill(self) -> TrajectoryStore:
         """Sample the trajectories again that the store held when the training was saved."""
-        wanted, self.chunks = self.chunks, self.oldest
+        expected, self.chunks = self.chunks, self.oldest
         self.teacher.go_to(self.oldest, self._sampling_batch)
         with self.clock.paused(), self.teacher.awake():
             store = self._new_store(self._sample())
-            while self.chunks < wanted:
+            while self.chunks < expected:
                 store.put(self._sample())
         return store
 
@@ -207,8 +207,8 @@ class Trainer:
         return TrajectoryStore(first, self._capacity(first), device, put=self.oldest)
 
     def _capacity(self, first: Chunk) -> int:
-        wanted = -(-self._settings.trajectories // self._sampling_batch)
-        return max(1, min(wanted, self._settings.bank_bytes // first.nbytes))
+        expected = -(-self._settings.trajectories // self._sampling_batch)
+        return max(1, min(expected, self._settings.bank_bytes // first.nbytes))
 
     def _make_call(self, store: TrajectoryStore) -> Callable[..., Tensor]:
         call = _StudentCall(self._student, store.template)
@@ -242,13 +242,13 @@ class Trainer:
         self, call: Callable[..., Tensor], store: TrajectoryStore, fraction: float
     ) -> Tensor:
         """Take one step and return its loss, without waiting for the device."""
-        rows, wanted = store.draw(self._settings.batch, self._generator(store))
+        rows, expected = store.draw(self._settings.batch, self._generator(store))
         # A young average forgets faster, or it would remember the weights of one shot.
         decay = min(self._settings.average, (1 + self.step) / (10 + self.step))
         self.stepper.begin(self._settings.rate * self._schedule(fraction), decay)
         with self._autocast():
             answer = call(*self._floats(rows))
-        loss = functional.mse_loss(answer.float(), wanted.to(self._device).float())
+        loss = functional.mse_loss(answer.float(), expected.to(self._device).float())
         loss.backward()  # type: ignore[no-untyped-call]
         self.stepper.finish()
         return loss.detach()

@@ -118,19 +118,19 @@ class Checkpoint:
         self._path.unlink(missing_ok=True)
 
 
-def refuse_others(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def refuse_others(path: Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Refuse to go on with what was begun otherwise.
 
     Args:
         path: the file, for the message.
         saved: what it was begun with, as ``identify`` says it.
-        wanted: what it shall go on with.
+        expected: what it shall go on with.
 
     Raises:
         ArtefactError: naming the first difference.
     """
-    for name in sorted({*saved, *wanted}):
-        then, now = saved.get(name), wanted.get(name)
+    for name in sorted({*saved, *expected}):
+        then, now = saved.get(name), expected.get(name)
         if then != now:
             raise ArtefactError(
                 f"{path}: {name} was {_short(then)} and is {_short(now)}; resume with the same "

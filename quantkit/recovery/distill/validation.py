@@ -31,9 +31,9 @@ Viewer = Callable[[Pictures, Pictures, ValidationScore], None]
 _SPARE = 16
 
 
-def unseen(found: Pictures, wanted: Pictures, score: ValidationScore) -> None:
+def unseen(found: Pictures, expected: Pictures, score: ValidationScore) -> None:
     """Look at nothing."""
-    del found, wanted, score
+    del found, expected, score
 
 
 def hold_out(prompts: Sequence[str], count: int) -> tuple[Sequence[str], Sequence[str]]:
@@ -111,19 +111,19 @@ class PictureWatcher:
         return np.asarray(values, dtype=np.float32)
 
 
-def compare_pictures(found: Pictures, wanted: Pictures) -> ValidationScore:
+def compare_pictures(found: Pictures, expected: Pictures) -> ValidationScore:
     """Return the mean SSIM of pictures (P, H, W, 3) in [0, 1], rounded to 8 bit as in a report."""
-    pairs = zip(*(np.round(255 * pictures) / 255 for pictures in (found, wanted)), strict=True)
+    pairs = zip(*(np.round(255 * pictures) / 255 for pictures in (found, expected)), strict=True)
     scores = [
         structural_similarity(a, b, win_size=7, data_range=1.0, channel_axis=-1) for a, b in pairs
     ]
     return ValidationScore("SSIM", float(np.mean(scores)))
 
 
-def compare_latents(found: Pictures, wanted: Pictures) -> ValidationScore:
-    """Return the power of the wanted latents over that of the error, in dB."""
-    error = float(np.square(found - wanted).mean())
-    power = float(np.square(wanted).mean())
+def compare_latents(found: Pictures, expected: Pictures) -> ValidationScore:
+    """Return the power of the expected latents over that of the error, in dB."""
+    error = float(np.square(found - expected).mean())
+    power = float(np.square(expected).mean())
     return ValidationScore(
         "latents' SNR in dB", float(10 * np.log10(power / error)) if error else np.inf
     )
