@@ -1,4 +1,4 @@
-"""The exceptions of quantkit. Every text is one line: where, what, found, wanted, cure.
+"""The exceptions of quantkit. Every text is one line: where, what, found, expected, cure.
 
 A text names arguments as Python has them, without dashes. Those that would cure the fault are in
 ``fields`` too, so that the command line can say which options they are.

@@ -21,7 +21,7 @@ PromptMeasure = Callable[[Pixels, str, Backbones], float]
 
 
 class Better(Enum):
-    """Which way a metric improves."""
+    """The direction in which a metric improves."""
 
     HIGHER = "higher"
     LOWER = "lower"
