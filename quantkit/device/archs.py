@@ -378,7 +378,7 @@ def find_arch(name: str) -> Arch:
         KernelError: there is none.
     """
     if name not in ARCHS:
-        raise KernelError(f"target {name!r}: unknown, wanted one of {', '.join(ARCHS)}")
+        raise KernelError(f"target {name!r}: unknown, expected one of {', '.join(ARCHS)}")
     return ARCHS[name]
 
 
@@ -392,4 +392,4 @@ def arch_of_device(device: str) -> Arch:
         if device in arch.devices:
             return arch
     known = ", ".join(name for arch in ARCHS.values() for name in arch.devices)
-    raise KernelError(f"device {device}: no kernels for it, wanted one of {known}")
+    raise KernelError(f"device {device}: no kernels for it, expected one of {known}")

@@ -54,7 +54,7 @@ def cache_limit() -> int:
     if not text:
         return _LIMIT
     if not text.isdecimal():
-        raise KernelError(f"{_LIMIT_VARIABLE}={text!r}: wanted a whole number of megabytes")
+        raise KernelError(f"{_LIMIT_VARIABLE}={text!r}: expected a whole number of megabytes")
     return int(text) * 2**20
 
 

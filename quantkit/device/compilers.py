@@ -64,7 +64,7 @@ def clang(explicit: str | None = None) -> Compiler:
         elif candidate in {explicit, "clang++", "amdclang++"}:
             seen.append(f"{candidate} does not run")
     raise CompilerMissingError(
-        f"AMD targets: wanted clang >= {CLANG_MINIMUM}, but {', '.join(seen)}; install clang-22 "
+        f"AMD targets: expected clang >= {CLANG_MINIMUM}, but {', '.join(seen)}; install clang-22 "
         "and lld-22 (Debian's names) or ROCm 7.2, or give a compiler's path",
         fields=("compiler",),
     )
@@ -95,8 +95,8 @@ def cpu_identity() -> str:
     except OSError:
         lines = []
     # One core stands for all: a kernel mask that differs between cores would break native anyway.
-    wanted = ("flags", "Features", "model name", "CPU part", "cpu family", "model\t")
-    first = {line.partition(":")[0]: line for line in reversed(lines) if line.startswith(wanted)}
+    expected = ("flags", "Features", "model name", "CPU part", "cpu family", "model\t")
+    first = {line.partition(":")[0]: line for line in reversed(lines) if line.startswith(expected)}
     return "\n".join((platform.machine(), platform.processor(), *sorted(first.values())))
 
 

@@ -170,4 +170,4 @@ def _compile(node: ast.expr, text: str) -> Expression:
         case ast.Call(func=ast.Name(id="ceil_div"), args=[left, right], keywords=[]):
             a, b = _compile(left, text), _compile(right, text)
             return lambda names: ceil_div(a(names), b(names))
-    raise ValueError(f"grid expression {text!r}: wanted integers, names, + - * // and ceil_div")
+    raise ValueError(f"grid expression {text!r}: expected integers, names, + - * // and ceil_div")

@@ -164,9 +164,9 @@ def changed(arguments, **new):
 @pytest.mark.parametrize(
     ("new", "error", "text"),
     [
-        ({"fmt": "e5m2"}, KernelError, "format 'e5m2', wanted e4m3fn"),
-        ({"keys": 0}, ShapeError, "0 keys, wanted 1 or more"),
-        ({"heads": 3}, ShapeError, "2 rows of 3 heads, wanted whole pictures"),
+        ({"fmt": "e5m2"}, KernelError, "format 'e5m2', expected e4m3fn"),
+        ({"keys": 0}, ShapeError, "0 keys, expected 1 or more"),
+        ({"heads": 3}, ShapeError, "2 rows of 3 heads, expected whole pictures"),
         ({"columns": 47}, ShapeError, "head_size 47"),
         ({"columns": 32}, ShapeError, "head_size 32"),
         ({"k": torch.zeros(2, 70, 64, dtype=torch.uint8)}, ShapeError, "k has"),
@@ -174,7 +174,7 @@ def changed(arguments, **new):
         ({"v_scale": torch.ones(3, 48)}, ShapeError, "v_scale has 3 rows"),
         ({"q_scale": torch.ones(2, 9)}, KernelError, "q_scale belongs to int8 codes"),
         ({"q": torch.zeros(2, 9, 47, dtype=torch.uint8)}, ShapeError, "heads of 47 columns"),
-        ({"q": torch.zeros(2, 9, 48)}, ShapeError, "wanted uint8 codes"),
+        ({"q": torch.zeros(2, 9, 48)}, ShapeError, "expected uint8 codes"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(new, error, text):

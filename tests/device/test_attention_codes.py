@@ -123,10 +123,10 @@ def run_emulated(op, operands, options, layout):
 @pytest.mark.parametrize(
     ("place", "value", "error", "text"),
     [
-        (0, torch.ones(95), ShapeError, "smooth has shape (95,), wanted (96,)"),
-        (0, torch.ones(2, 48), ShapeError, "smooth has shape (2, 48), wanted (96,)"),
-        (0, torch.ones(96).half(), KernelError, "smooth is torch.float16, wanted torch.float32"),
-        (1, torch.ones(2), ShapeError, "y_scale has shape (2,), wanted one element"),
+        (0, torch.ones(95), ShapeError, "smooth has shape (95,), expected (96,)"),
+        (0, torch.ones(2, 48), ShapeError, "smooth has shape (2, 48), expected (96,)"),
+        (0, torch.ones(96).half(), KernelError, "smooth is torch.float16, expected torch.float32"),
+        (1, torch.ones(2), ShapeError, "y_scale has shape (2,), expected one element"),
         (1, torch.ones(1).double(), KernelError, "y_scale is torch.float64"),
         (0, torch.ones(96, device="meta"), KernelError, "smooth is on meta"),
     ],

@@ -177,7 +177,7 @@ def test_nvrtc_errors_show_the_log():
 def test_targets_without_objects_are_refused(tmp_path):
     with pytest.raises(KernelError, match="target host: is compiled at first use"):
         build("host", tmp_path / "out", VARIANTS)
-    with pytest.raises(KernelError, match="target 'gfx90a': unknown, wanted one of gfx1200"):
+    with pytest.raises(KernelError, match="target 'gfx90a': unknown, expected one of gfx1200"):
         build("gfx90a", tmp_path / "out", VARIANTS)
 
 
@@ -261,7 +261,7 @@ def test_amd_spills_fail_the_gate(amd, tmp_path):
     [
         ({"sha256": "0" * 64}, "SHA-256 differs"),
         ({"vgprs": 1}, "manifest says VGPRs, spills, LDS (1, 0, 20480)"),
-        ({"symbol": "other"}, "wanted other"),
+        ({"symbol": "other"}, "expected other"),
         ({"file": "nothing.co"}, "nothing.co cannot be read"),
         ({"file": "manifest.json"}, "not a little-endian 64-bit ELF file"),
         ({"op": "gemm_fp8_sparse"}, "no v_swmmac_f32_16x16x32_fp8_fp8 in the code"),

@@ -136,7 +136,7 @@ def test_pictures_have_four_dimensions(change):
     op = OPS["conv_fp8"]
     variant = covering_variants(op, pairs=False)[0]
     (x, *others), options = op.sample(variant, SIZES[3], torch.Generator().manual_seed(1))
-    with pytest.raises(ShapeError, match=r"conv_fp8: x is .* wanted uint8 codes of shape"):
+    with pytest.raises(ShapeError, match=r"conv_fp8: x is .* expected uint8 codes of shape"):
         op.check(op, (change(x), *others), options)
 
 

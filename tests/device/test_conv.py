@@ -123,9 +123,9 @@ def test_the_cpu_reads_windows_where_they_lie(op, io):
 
 REFUSED = {
     "pixels": (ConvShape(1, 4, 4, 64, 8, Windows((1, 1))), "a GEMM as it is"),
-    "few channels": (ConvShape(1, 4, 4, 32, 8, SAME), "32 channels, wanted 64 or more, by 16"),
-    "channels": (ConvShape(1, 4, 4, 72, 8, SAME), "72 channels, wanted 64 or more, by 16"),
-    "taps": (ConvShape(1, 8, 8, 64, 8, Windows((3, 11))), "33 taps, wanted 32 at most"),
+    "few channels": (ConvShape(1, 4, 4, 32, 8, SAME), "32 channels, expected 64 or more, by 16"),
+    "channels": (ConvShape(1, 4, 4, 72, 8, SAME), "72 channels, expected 64 or more, by 16"),
+    "taps": (ConvShape(1, 8, 8, 64, 8, Windows((3, 11))), "33 taps, expected 32 at most"),
     "codes": (ConvShape(2, 2**14, 2**14, 64, 8, SAME), "more codes than 32 bits count"),
 }
 
@@ -138,7 +138,7 @@ def test_what_the_kernels_do_not_take_is_said(shape, reason):
 def test_sparse_weights_want_channels_by_32():
     shape = ConvShape(1, 4, 4, 80, 8, SAME)
     assert not why_not(OPS["conv_fp8"], shape)
-    assert why_not(OPS["conv_fp8_sparse"], shape) == "80 channels, wanted 64 or more, by 32"
+    assert why_not(OPS["conv_fp8_sparse"], shape) == "80 channels, expected 64 or more, by 32"
 
 
 @pytest.mark.parametrize("name", ["pixels", "few channels"])

@@ -126,7 +126,7 @@ def test_symbols_follow_the_naming_rule_and_are_unique():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(KernelError, match=r"operation 'conv'.*wanted one of quantize_fp8_static"):
+    with pytest.raises(KernelError, match=r"operation 'conv'.*expected one of quantize_fp8_static"):
         find_op("conv")
 
 
@@ -159,7 +159,7 @@ def test_grid_expressions(text, value):
     "text", ["m ** 2", "__import__('os')", "max(m, n)", "m.real", "1.5", "[m]", "ceil_div(m)"]
 )
 def test_other_expressions_are_refused(text):
-    with pytest.raises(ValueError, match="wanted integers, names"):
+    with pytest.raises(ValueError, match="expected integers, names"):
         compile_expression(text)
 
 
@@ -356,11 +356,15 @@ def test_group_scales_and_odd_k_run_on_the_reference():
 
 REFUSED = [
     (ShapeError, "x is torch.float32 of shape", lambda t: {"x": t["x"].float()}),
-    (ShapeError, r"w has shape \(6, 16\), wanted \(6, 32\)", lambda t: {"w": (t["w"][0][:, :16],)}),
+    (
+        ShapeError,
+        r"w has shape \(6, 16\), expected \(6, 32\)",
+        lambda t: {"w": (t["w"][0][:, :16],)},
+    ),
     (KernelError, "w is torch.int8", lambda t: {"w": (t["w"][0].to(torch.int8),)}),
     (
         ShapeError,
-        r"x_scale has shape \(3,\), wanted one element or \(4,\)",
+        r"x_scale has shape \(3,\), expected one element or \(4,\)",
         lambda t: {"x_scale": torch.ones(3)},
     ),
     (
@@ -375,7 +379,7 @@ REFUSED = [
     ),
     (
         KernelError,
-        "bias is torch.float16, wanted torch.float32",
+        "bias is torch.float16, expected torch.float32",
         lambda t: {"bias": torch.ones(6).half()},
     ),
     (ShapeError, r"bias has shape \(7,\)", lambda t: {"bias": torch.ones(7)}),
@@ -394,13 +398,13 @@ def test_operands_that_do_not_fit_are_refused(error, text, change):
 
 
 def test_quantize_refuses_what_it_cannot_read():
-    with pytest.raises(ShapeError, match=r"x has shape \(2, 3, 4\), wanted \(M, K\)"):
+    with pytest.raises(ShapeError, match=r"x has shape \(2, 3, 4\), expected \(M, K\)"):
         operate("quantize_fp8_token", torch.ones(2, 3, 4), None, "e4m3fn")
-    with pytest.raises(ShapeError, match=r"smooth has shape \(3,\), wanted \(4,\)"):
+    with pytest.raises(ShapeError, match=r"smooth has shape \(3,\), expected \(4,\)"):
         operate("quantize_fp8_token", torch.ones(2, 4), torch.ones(3), "e4m3fn")
-    with pytest.raises(ShapeError, match=r"scale has shape \(2,\), wanted one element"):
+    with pytest.raises(ShapeError, match=r"scale has shape \(2,\), expected one element"):
         operate("quantize_fp8_static", torch.ones(2, 4), None, torch.ones(2), "e4m3fn")
-    with pytest.raises(KernelError, match=r"torch\.int32, wanted float16"):
+    with pytest.raises(KernelError, match=r"torch\.int32, expected float16"):
         operate("quantize_fp8_token", torch.ones(2, 4, dtype=torch.int32), None, "e4m3fn")
 
 

@@ -174,11 +174,11 @@ def test_codes_do_not_depend_on_threads():
     [
         ({0: torch.zeros(2, 5, 80).half()}, ShapeError, r"x has shape \(2, 5, 80\)"),
         ({1: torch.zeros(8, 32).half()}, ShapeError, r"prefix has shape \(8, 32\)"),
-        ({1: torch.zeros(9, 32)}, KernelError, "prefix is torch.float32, wanted torch.float16"),
+        ({1: torch.zeros(9, 32)}, KernelError, "prefix is torch.float32, expected torch.float16"),
         ({1: torch.zeros(9, 24).half()}, ShapeError, "24 prefix columns before 80, expected"),
-        ({2: torch.zeros(80)}, ShapeError, r"smooth has shape \(80,\), wanted \(112,\)"),
-        ({3: torch.ones(2)}, ShapeError, r"scale has shape \(2,\), wanted one element"),
-        ({4: "relu"}, KernelError, "activation 'relu', wanted one of silu, gelu, tanh"),
+        ({2: torch.zeros(80)}, ShapeError, r"smooth has shape \(80,\), expected \(112,\)"),
+        ({3: torch.ones(2)}, ShapeError, r"scale has shape \(2,\), expected one element"),
+        ({4: "relu"}, KernelError, "activation 'relu', expected one of silu, gelu, tanh"),
     ],
 )  # fmt: skip
 def test_operands_that_do_not_fit_are_refused(change, error, text):

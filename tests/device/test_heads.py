@@ -294,14 +294,14 @@ X = torch.zeros(2, 5, 64)
         ({"second": X, "second_column": 8}, ShapeError, "columns 8 to 72 of the 64 of second"),
         ({"first_column": 4}, ShapeError, "columns 4 to 68"),
         ({"first_column": -8}, ShapeError, "columns -8 to 56"),
-        ({"head_size": 12}, ShapeError, "head_size 12, wanted a multiple of 8 up to 160"),
+        ({"head_size": 12}, ShapeError, "head_size 12, expected a multiple of 8 up to 160"),
         ({"head_size": 168}, ShapeError, "head_size 168"),
         ({"heads": 0}, ShapeError, "0 heads"),
         ({"mean": torch.zeros(2, 16)}, ShapeError, "mean has shape"),
-        ({"factor": torch.ones(3)}, ShapeError, "numbers of 3 heads, wanted a divisor of 4"),
+        ({"factor": torch.ones(3)}, ShapeError, "numbers of 3 heads, expected a divisor of 4"),
         ({"factor": torch.ones(2, dtype=torch.half)}, KernelError, "factor is torch.float16"),
         ({"first_weight": torch.ones(64)}, ShapeError, "first_weight has shape"),
-        ({"rotary": "thirds"}, KernelError, "rotary 'thirds', wanted one of none, pairs"),
+        ({"rotary": "thirds"}, KernelError, "rotary 'thirds', expected one of none, pairs"),
         ({"rotary": "pairs"}, KernelError, "cos belongs to a rotation"),
         ({"cos": X[0]}, KernelError, "cos belongs to a rotation"),
         (
@@ -313,7 +313,7 @@ X = torch.zeros(2, 5, 64)
             {"rotary": "halves", "heads": 1, "head_size": 24, "cos": torch.ones(5, 24),
              "sin": torch.ones(5, 24)},
             ShapeError,
-            "halves of 24 columns, wanted a multiple of 16",
+            "halves of 24 columns, expected a multiple of 16",
         ),
         ({"eps": -1.0}, KernelError, "eps -1.0"),
         ({"eps": float("nan")}, KernelError, "eps nan"),
@@ -328,7 +328,7 @@ def test_operands_that_do_not_fit_are_refused(new, error, text):
 
 
 def test_other_groups_are_refused():
-    with pytest.raises(KernelError, match="groups of 8 tokens, wanted 1 or 16"):
+    with pytest.raises(KernelError, match="groups of 8 tokens, expected 1 or 16"):
         execute.call(OPS["head_codes_int8"], *Case.draw().arguments, 8)
 
 

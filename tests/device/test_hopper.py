@@ -82,7 +82,7 @@ def test_grids_are_no_larger_than_the_work(kernel, shape):
     m, n, k = shape
     tile = kernel.tile
     if k <= 128 * (tile.team - 1):
-        with pytest.raises(KernelError, match=r"wanted 4; take a tile that does not split K"):
+        with pytest.raises(KernelError, match=r"expected 4; take a tile that does not split K"):
             plan_launch(kernel, *shape)
         return
     launch = plan_launch(kernel, *shape)

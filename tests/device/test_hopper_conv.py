@@ -314,9 +314,9 @@ def test_operands_that_do_not_fit_are_refused():
     x, one = torch.zeros(1, 4, 4, 16, dtype=torch.uint8), torch.ones(1)
     w = torch.zeros(8, 144, dtype=torch.uint8)
     for operands, windows, text in (
-        ((x[0], one, w), SAME, r"wanted uint8 codes of shape \(B, H, W, C\)"),
-        ((x, torch.ones(2), w), SAME, r"x_scale has shape \(2,\), wanted one element"),
-        ((x, one, w[:, :16]), SAME, r"w has shape \(8, 16\), wanted \(8, 144\)"),
+        ((x[0], one, w), SAME, r"expected uint8 codes of shape \(B, H, W, C\)"),
+        ((x, torch.ones(2), w), SAME, r"x_scale has shape \(2,\), expected one element"),
+        ((x, one, w[:, :16]), SAME, r"w has shape \(8, 16\), expected \(8, 144\)"),
         ((x, one, w), Windows((5, 5)), r"no window fits into x of shape \(1, 4, 4, 16\)"),
     ):
         with pytest.raises(ShapeError, match=text):

@@ -269,7 +269,9 @@ def test_an_old_clang_is_refused_with_what_it_is(tmp_path, version, text):
     program = tmp_path / "clang++"
     program.write_text(f"#!/bin/sh\necho {version}\n")
     program.chmod(0o755)
-    with pytest.raises(CompilerMissingError, match=r"wanted clang >= 22.*install clang-22") as info:
+    with pytest.raises(
+        CompilerMissingError, match=r"expected clang >= 22.*install clang-22"
+    ) as info:
         compilers.clang(str(program))
     assert text in str(info.value)
 

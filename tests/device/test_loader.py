@@ -393,7 +393,9 @@ def test_every_gpu_row_can_be_found_and_has_a_tile_menu(arch):
 
 
 def test_a_device_without_kernels_is_refused():
-    with pytest.raises(KernelError, match=r"device gfx942: no kernels for it, wanted one of gfx12"):
+    with pytest.raises(
+        KernelError, match=r"device gfx942: no kernels for it, expected one of gfx12"
+    ):
         arch_of_device("gfx942")
 
 
@@ -516,6 +518,6 @@ def test_a_launch_that_would_read_out_of_bounds_is_refused(hip, channels):
     kernel = Variant(OPS["conv_fp8"], ("e4m3fn", "e4m3fn", "tensor", "channel", "f16", "t1"))
     shape = ConvShape(1, 4, 4, channels, 8, Windows((3, 3), padding=(1, 1, 1, 1)))
     with pytest.raises(
-        KernelError, match=rf"{channels} channels, wanted 64 or more, by 16; unfold"
+        KernelError, match=rf"{channels} channels, expected 64 or more, by 16; unfold"
     ):
         prepare_launch(hip.device(), kernel, shape)

@@ -232,7 +232,7 @@ def test_nan_stays_in_its_group():
     [
         ((1, 4, 12), 4, "C a multiple of 8"),
         ((1, 4, 4104), 4, "at most 4096"),
-        ((1, 0, 8), 4, "wanted .B, T, C."),
+        ((1, 0, 8), 4, "expected .B, T, C."),
         ((1, 4, 64), 5, "5 groups of 64 channels"),
         ((1, 4, 64), 0, "0 groups"),
     ],

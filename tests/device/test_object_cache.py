@@ -186,5 +186,5 @@ def test_pruning_a_cache_that_does_not_exist_does_nothing(hip):
 
 def test_a_limit_that_is_no_number_is_refused(monkeypatch):
     monkeypatch.setenv("QUANTKIT_CACHE_MB", "1G")
-    with pytest.raises(KernelError, match="QUANTKIT_CACHE_MB='1G': wanted a whole number"):
+    with pytest.raises(KernelError, match="QUANTKIT_CACHE_MB='1G': expected a whole number"):
         cache.cache_limit()

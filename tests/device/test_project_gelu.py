@@ -193,10 +193,14 @@ def spoiled(case, **changes):
             ShapeError,
             "24 prefix columns before 16, expected",
         ),
-        ({"prefix": torch.zeros(5, 32).half()}, ShapeError, r"prefix has shape \(5, 32\), wanted"),
-        ({"prefix": torch.zeros(6, 32)}, KernelError, "prefix is torch.float32, wanted"),
-        ({"smooth": torch.ones(16)}, ShapeError, r"smooth has shape \(16,\), wanted \(48,\)"),
-        ({"smooth": torch.ones(48).half()}, KernelError, "smooth is torch.float16, wanted"),
+        (
+            {"prefix": torch.zeros(5, 32).half()},
+            ShapeError,
+            r"prefix has shape \(5, 32\), expected",
+        ),
+        ({"prefix": torch.zeros(6, 32)}, KernelError, "prefix is torch.float32, expected"),
+        ({"smooth": torch.ones(16)}, ShapeError, r"smooth has shape \(16,\), expected \(48,\)"),
+        ({"smooth": torch.ones(48).half()}, KernelError, "smooth is torch.float16, expected"),
         ({"scale": torch.ones(2)}, ShapeError, "scale"),
     ],
     ids=["odd", "rows", "dtype", "smooth", "half", "scale"],
@@ -210,7 +214,7 @@ def test_operands_that_do_not_fit_are_refused(changes, error, text):
 def test_an_unknown_activation_is_refused():
     case = drawn(telling(), (6, 4, 64))
     case = Case(case.product, case.others, "relu", case.formats, case.dtype)
-    with pytest.raises(KernelError, match="activation 'relu', wanted one of silu, gelu, tanh"):
+    with pytest.raises(KernelError, match="activation 'relu', expected one of silu, gelu, tanh"):
         case.together(OPERATIONS[0])
 
 

@@ -172,8 +172,8 @@ def test_three_projections_of_an_input_are_those_of_each(layout, sparse):
 @pytest.mark.parametrize(
     ("index", "operand", "text"),
     [
-        (3, torch.zeros(40, 96, dtype=torch.uint8), "wk has 40 rows, wanted 48 as wq"),
-        (5, torch.ones(48), r"w_scale has shape \(48,\), wanted \(3, 48\)"),
+        (3, torch.zeros(40, 96, dtype=torch.uint8), "wk has 40 rows, expected 48 as wq"),
+        (5, torch.ones(48), r"w_scale has shape \(48,\), expected \(3, 48\)"),
         (6, torch.zeros(3, 40), r"bias has shape \(3, 40\)"),
         (4, torch.zeros(48, 80, dtype=torch.uint8), "wv"),
     ],
@@ -189,15 +189,19 @@ def test_three_projections_that_do_not_fit_are_refused(index, operand, text):
 @pytest.mark.parametrize(
     ("index", "operand", "text"),
     [
-        (4, torch.zeros(40, 48, dtype=torch.uint8), "wk has 40 rows, wanted 48 as wq"),
-        (4, torch.zeros(48, 96, dtype=torch.uint8), r"wk has shape \(48, 96\), wanted \(48, 48\)"),
+        (4, torch.zeros(40, 48, dtype=torch.uint8), "wk has 40 rows, expected 48 as wq"),
+        (
+            4,
+            torch.zeros(48, 96, dtype=torch.uint8),
+            r"wk has shape \(48, 96\), expected \(48, 48\)",
+        ),
         (
             5,
             torch.zeros(48, 11, dtype=torch.uint8),
-            r"wk_meta has shape \(48, 11\), wanted \(48, 12\)",
+            r"wk_meta has shape \(48, 11\), expected \(48, 12\)",
         ),
         (7, torch.zeros(40, 12, dtype=torch.uint8), r"wv_meta has shape \(40, 12\)"),
-        (9, torch.zeros(48), r"bias has shape \(48,\), wanted \(3, 48\)"),
+        (9, torch.zeros(48), r"bias has shape \(48,\), expected \(3, 48\)"),
     ],
 )
 def test_three_sparse_projections_that_do_not_fit_are_refused(index, operand, text):
@@ -268,10 +272,10 @@ def test_large_values_saturate_and_nan_stays():
     [
         ({"tokens": 7}, ShapeError, "40 rows in pictures of 7 tokens"),
         ({"tokens": 0}, ShapeError, "40 rows in pictures of 0 tokens"),
-        ({"heads": 3}, ShapeError, "3 heads of 32 outputs, wanted multiples of 8"),
+        ({"heads": 3}, ShapeError, "3 heads of 32 outputs, expected multiples of 8"),
         ({"heads": 8}, ShapeError, "8 heads of 32 outputs"),
         ({"heads": 0}, ShapeError, "0 heads"),
-        ({"w_scale": torch.ones(1)}, ShapeError, "w_scale has shape (1,), wanted (32,)"),
+        ({"w_scale": torch.ones(1)}, ShapeError, "w_scale has shape (1,), expected (32,)"),
         ({"bias": torch.ones(32).half()}, KernelError, "bias is torch.float16"),
         ({"bias": torch.ones(16)}, ShapeError, "bias has shape"),
     ],

@@ -144,12 +144,17 @@ def test_convolutions_that_are_unfolded_add_up_too(channels, windows):
 @pytest.mark.parametrize(
     ("place", "value", "error", "text"),
     [
-        (5, torch.zeros(5, 8).half(), ShapeError, r"residual has shape \(5, 8\), wanted \(6, 8\)"),
-        (5, torch.zeros(6, 8), KernelError, "residual is torch.float32, wanted torch.float16"),
-        (6, torch.zeros(2, 9).half(), ShapeError, r"gate has shape \(2, 9\), wanted \(2, 8\)"),
-        (6, torch.zeros(8).half(), ShapeError, r"gate has shape \(8,\), wanted \(8, 8\)"),
-        (6, torch.zeros(4, 8).half(), ShapeError, "gate of 4 pictures, wanted a divisor of 6"),
-        (6, torch.zeros(2, 8), KernelError, "gate is torch.float32, wanted torch.float16"),
+        (
+            5,
+            torch.zeros(5, 8).half(),
+            ShapeError,
+            r"residual has shape \(5, 8\), expected \(6, 8\)",
+        ),
+        (5, torch.zeros(6, 8), KernelError, "residual is torch.float32, expected torch.float16"),
+        (6, torch.zeros(2, 9).half(), ShapeError, r"gate has shape \(2, 9\), expected \(2, 8\)"),
+        (6, torch.zeros(8).half(), ShapeError, r"gate has shape \(8,\), expected \(8, 8\)"),
+        (6, torch.zeros(4, 8).half(), ShapeError, "gate of 4 pictures, expected a divisor of 6"),
+        (6, torch.zeros(2, 8), KernelError, "gate is torch.float32, expected torch.float16"),
     ],
 )
 def test_what_does_not_fit_is_refused(place, value, error, text):

@@ -90,10 +90,10 @@ def test_nan_stays_in_its_row():
     ("place", "value", "error", "text"),
     [
         (1, torch.zeros(5, 264).half(), ShapeError, r"added has shape \(5, 264\)"),
-        (1, torch.zeros(6, 264), KernelError, "added is torch.float32, wanted torch.float16"),
+        (1, torch.zeros(6, 264), KernelError, "added is torch.float32, expected torch.float16"),
         (2, torch.zeros(2, 256).half(), ShapeError, r"gate has shape \(2, 256\)"),
         (2, torch.zeros(3, 264).half(), ShapeError, "modulation of 3 pictures"),
-        (2, torch.zeros(2, 264), KernelError, "gate is torch.float32, wanted torch.float16"),
+        (2, torch.zeros(2, 264), KernelError, "gate is torch.float32, expected torch.float16"),
     ],
 )
 def test_what_does_not_fit_is_refused(place, value, error, text):

@@ -189,8 +189,8 @@ def test_every_variant_names_its_kernel():
 
 
 BAD = {
-    "float32": ({"x": torch.ones(2, 64)}, KernelError, "wanted float16 or bfloat16"),
-    "vector": ({"x": torch.ones(64).half()}, ShapeError, "wanted \\(M, K\\)"),
+    "float32": ({"x": torch.ones(2, 64)}, KernelError, "expected float16 or bfloat16"),
+    "vector": ({"x": torch.ones(64).half()}, ShapeError, "expected \\(M, K\\)"),
     "width": ({"w": torch.zeros(3, 64, dtype=torch.uint8)}, ShapeError, "w has shape"),
     "signed": ({"w": torch.zeros(3, 32, dtype=torch.int8)}, KernelError, "w is torch.int8"),
     "no factors": ({"w_group": None}, KernelError, "belongs to int4"),

@@ -344,10 +344,15 @@ def test_no_tokens_have_no_codes():
 @pytest.mark.parametrize(
     ("index", "value", "error", "text"),
     [
-        (5, torch.ones(2), ShapeError, r"geglu_fp8: y_scale has shape \(2,\), wanted one element"),
-        (5, torch.ones(1).double(), KernelError, "y_scale is torch.float64, wanted float32"),
+        (
+            5,
+            torch.ones(2),
+            ShapeError,
+            r"geglu_fp8: y_scale has shape \(2,\), expected one element",
+        ),
+        (5, torch.ones(1).double(), KernelError, "y_scale is torch.float64, expected float32"),
         (0, torch.zeros(5, 32, dtype=torch.uint8), ShapeError, "w has shape"),
-        (4, torch.zeros(96).half(), KernelError, "bias is torch.float16, wanted torch.float32"),
+        (4, torch.zeros(96).half(), KernelError, "bias is torch.float16, expected torch.float32"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(index, value, error, text):
@@ -359,7 +364,7 @@ def test_operands_that_do_not_fit_are_refused(index, value, error, text):
 
 def test_an_output_without_a_gate_is_refused():
     x, x_scale, w, w_scale, bias, y_scale = operands()
-    with pytest.raises(ShapeError, match="w has 95 rows, wanted as many gates as outputs"):
+    with pytest.raises(ShapeError, match="w has 95 rows, expected as many gates as outputs"):
         operate(
             *("geglu_fp8", x, x_scale, w[:-1], w_scale[:-1], bias[:-1], y_scale),
             *("e4m3fn",) * 3,

@@ -123,7 +123,7 @@ def _read_resources(content: bytes, symbol: str, arch: Arch) -> Resources:
     read = read_amd_kernels if arch.toolchain is Toolchain.CLANG else read_nvidia_kernels
     kernels = {kernel.symbol: kernel for kernel in read(content)}
     if symbol not in kernels:
-        raise ValueError(f"it holds {', '.join(kernels) or 'no kernel'}, wanted {symbol}")
+        raise ValueError(f"it holds {', '.join(kernels) or 'no kernel'}, expected {symbol}")
     return kernels[symbol]
 
 
@@ -188,8 +188,8 @@ def _argument_problems(
         return [f"hidden arguments {', '.join(hidden)}; kernels take what the manifest lists"]
     kinds = [(argument.kind, argument.size) for argument in found]
     pointers = [argument.type.endswith("*") for argument in said]
-    wanted = [("global_buffer", 8) if pointer else ("by_value", 4) for pointer in pointers]
-    return [] if kinds == wanted else [f"arguments are {kinds}, the manifest lists {wanted}"]
+    expected = [("global_buffer", 8) if pointer else ("by_value", 4) for pointer in pointers]
+    return [] if kinds == expected else [f"arguments are {kinds}, the manifest lists {expected}"]
 
 
 def _instruction_problems(counts: Counter[str], required: str) -> list[str]:

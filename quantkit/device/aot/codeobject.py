@@ -112,10 +112,10 @@ def _amd_argument(argument: Value) -> ObjectArgument:
     )
 
 
-def _entry(table: Value, key: str, wanted: type[_T]) -> _T:
+def _entry(table: Value, key: str, expected: type[_T]) -> _T:
     value = table.get(key) if isinstance(table, dict) else None
-    if not isinstance(value, wanted):
-        raise ValueError(f"{key} is {value!r}, wanted {wanted.__name__}")  # noqa: TRY004  damage
+    if not isinstance(value, expected):
+        raise ValueError(f"{key} is {value!r}, expected {expected.__name__}")  # noqa: TRY004  damage
     return value
 
 

@@ -117,14 +117,14 @@ def _resources(builder: _Builder, path: Path, symbol: str) -> Resources:
     found = next((kernel for kernel in kernels if kernel.symbol == symbol), None)
     if found is None:
         names = ", ".join(kernel.symbol for kernel in kernels) or "none"
-        raise KernelError(f"{path.name}: holds kernels {names}, wanted {symbol}")
+        raise KernelError(f"{path.name}: holds kernels {names}, expected {symbol}")
     return found
 
 
 def _builder_of(arch: Arch, compiler: str | None) -> _Builder:
     if not arch.ahead_of_time:
         raise KernelError(
-            f"target {arch.name}: is compiled at first use and cached; wanted one that is built "
+            f"target {arch.name}: is compiled at first use and cached; expected one that is built "
             "ahead of time"
         )
     if arch.toolchain is Toolchain.CLANG:

@@ -32,8 +32,8 @@ def choose_kernel(
             without.
     """
     choose = _own_choice(op) if _has_own(device, op) else None
-    wanted = _Wanted(accurate, device.units, maps=is_hopper(device))
-    own = choose(op, words, sizes, wanted) if choose else None
+    required = _Requirements(accurate, device.units, maps=is_hopper(device))
+    own = choose(op, words, sizes, required) if choose else None
     return own or _of_menu(device, op, words, op.integers(sizes))
 
 
@@ -71,7 +71,7 @@ def why_not_hopper(device: Device) -> str:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Requirements:
     """How exact sums have to be, on how many multiprocessors, and whether there are tensor maps."""
 
     accurate: bool
@@ -84,7 +84,9 @@ class _Wanted:
         return hopper_choice.sums_for(x_format, w_format, accurate=self.accurate)
 
 
-def _gemm(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperKernel | None:
+def _gemm(
+    op: Op, words: tuple[str, ...], sizes: Sizes, required: _Requirements
+) -> HopperKernel | None:
     """Return Hopper's kernel; None where the copy engine cannot bring what is added."""
     assert isinstance(sizes, dict)
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
@@ -98,44 +100,48 @@ def _gemm(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> Hopp
         n,
         k,
         sparse=op.sparse,
-        sums=wanted.sums(words),
-        multiprocessors=wanted.units,
+        sums=required.sums(words),
+        multiprocessors=required.units,
         # A tile has tokens of two rows of a gate at most.
         most=rows if rows < m else None,
     )
     return _hopper_kernel(best, words, Family.GEMM, sparse=op.sparse, sums=mode)
 
 
-def _conv(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperKernel | None:
+def _conv(
+    op: Op, words: tuple[str, ...], sizes: Sizes, required: _Requirements
+) -> HopperKernel | None:
     assert isinstance(sizes, ConvShape)
     best, mode = hopper_conv.choose_conv_tile(
-        sizes, sparse=op.sparse, sums=wanted.sums(words), multiprocessors=wanted.units
+        sizes, sparse=op.sparse, sums=required.sums(words), multiprocessors=required.units
     )
     return _hopper_kernel(best, words, Family.CONV, sparse=op.sparse, sums=mode)
 
 
-def _geglu(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperKernel | None:
+def _geglu(
+    op: Op, words: tuple[str, ...], sizes: Sizes, required: _Requirements
+) -> HopperKernel | None:
     """Return Hopper's kernel; None where a row of the result is not made of its pieces."""
     assert isinstance(sizes, dict)
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
     if n % hopper_geglu.COLUMNS:
         return None
     best, mode = hopper_geglu.choose_gated_tile(
-        m, n, k, sparse=op.sparse, sums=wanted.sums(words), multiprocessors=wanted.units
+        m, n, k, sparse=op.sparse, sums=required.sums(words), multiprocessors=required.units
     )
     *shared, y_format = words
     kernel = _hopper_kernel(best, tuple(shared), Family.GEGLU, sparse=op.sparse, sums=mode)
     return replace(kernel, y_format=y_format)
 
 
-def _gelu(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperKernel:
+def _gelu(op: Op, words: tuple[str, ...], sizes: Sizes, required: _Requirements) -> HopperKernel:
     assert isinstance(sizes, dict)
     x_format, w_format, io, y_format = words
     best, mode = hopper_choice.choose_sums(
         *(sizes[name] for name in ("m", "n", "k")),
         sparse=op.sparse,
-        sums=wanted.sums(words),
-        multiprocessors=wanted.units,
+        sums=required.sums(words),
+        multiprocessors=required.units,
     )
     x_scale = "token" if sizes["per_token"] else "tensor"
     w_scale = "channel" if sizes["per_channel"] else "tensor"
@@ -146,28 +152,34 @@ def _gelu(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> Hopp
     return replace(kernel, y_format=y_format, activation=activation, changes=changes)
 
 
-def _projection(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperKernel:
+def _projection(
+    op: Op, words: tuple[str, ...], sizes: Sizes, required: _Requirements
+) -> HopperKernel:
     assert isinstance(sizes, dict)
     family, kinds = Family(op.family), words[:2]
     best, mode = hopper_projections.choose_projection_tile(
         *(sizes[name] for name in ("m", "n", "k")),
         parts=hopper_projections.parts_of(family),
-        sums=hopper_choice.sums_for(*kinds, accurate=wanted.accurate),
-        multiprocessors=wanted.units,
+        sums=hopper_choice.sums_for(*kinds, accurate=required.accurate),
+        multiprocessors=required.units,
         sparse=op.sparse,
     )
     scale, sparse = "token" if sizes["per_token"] else "tensor", op.sparse
     return _hopper_kernel(best, (*kinds, scale, "channel", "f32"), family, sparse=sparse, sums=mode)
 
 
-def _attention(op: Op, words: tuple[str, ...], sizes: Sizes, wanted: _Wanted) -> HopperAttention:
+def _attention(
+    op: Op, words: tuple[str, ...], sizes: Sizes, required: _Requirements
+) -> HopperAttention:
     assert isinstance(sizes, dict)
     io, qk_format, head, _, *codes = words
-    maps = wanted.maps and has_maps(qk_format, sizes["keys"])
+    maps = required.maps and has_maps(qk_format, sizes["keys"])
     return HopperAttention(op, io, qk_format, int(head[1:]), maps, *codes)
 
 
-_Choose = Callable[[Op, tuple[str, ...], Sizes, _Wanted], HopperKernel | HopperAttention | None]
+_Choose = Callable[
+    [Op, tuple[str, ...], Sizes, _Requirements], HopperKernel | HopperAttention | None
+]
 
 #: Families of operations that Hopper has kernels of its own for.
 _HOPPER: dict[str, _Choose] = {

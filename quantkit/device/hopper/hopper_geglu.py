@@ -114,7 +114,7 @@ def plan_gated(
     tile, multiple = kernel.tile, kernel.op.k_multiple
     if k % multiple or n % 16 or min(m, n, k) < 1:
         raise KernelError(
-            f"{kernel.symbol}: {m}x{n}x{k}: wanted sizes from 1, N in 16s and K in {multiple}s"
+            f"{kernel.symbol}: {m}x{n}x{k}: expected sizes from 1, N in 16s and K in {multiple}s"
         )
     row = kernel.weight_row
     stored = k * row // STEP_K

@@ -379,11 +379,13 @@ def plan_launch(
     """
     tile, multiple = kernel.tile, kernel.op.k_multiple
     if k % multiple or min(m, n, k) < 1:
-        raise KernelError(f"{kernel.symbol}: {m}x{n}x{k}: wanted sizes from 1 and K in {multiple}s")
+        raise KernelError(
+            f"{kernel.symbol}: {m}x{n}x{k}: expected sizes from 1 and K in {multiple}s"
+        )
     steps = ceil_div(k, STEP_K)
     if steps < tile.team:
         raise KernelError(
-            f"{kernel.symbol}: K {k} has {steps} steps of {STEP_K}, wanted {tile.team}; "
+            f"{kernel.symbol}: K {k} has {steps} steps of {STEP_K}, expected {tile.team}; "
             "take a tile that does not split K"
         )
     x, w, y = _maps(kernel, m, n, k)

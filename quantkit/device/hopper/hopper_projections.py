@@ -119,7 +119,9 @@ def plan_projection(
     tile, multiple, parts = kernel.tile, kernel.op.k_multiple, parts_of(kernel.family)
     m, n, k, tokens, d = (sizes[name] for name in ("m", "n", "k", "tokens", "d"))
     if k % multiple or min(m, n, k) < 1:
-        raise KernelError(f"{kernel.symbol}: {m}x{n}x{k}: wanted sizes from 1 and K in {multiple}s")
+        raise KernelError(
+            f"{kernel.symbol}: {m}x{n}x{k}: expected sizes from 1 and K in {multiple}s"
+        )
     row = kernel.weight_row
     x = TensorMap("x", "u8", (k, m), (STEP_K, tile.m))
     w = TensorMap("w", "u8", (k * row // STEP_K, n), (row, tile.n), swizzle=row)

@@ -32,7 +32,9 @@ def check_quantize(op: str, x: Tensor, smooth: Tensor | None) -> None:
         KernelError: a dtype, or a device that differs.
     """
     if x.ndim != 2:
-        raise ShapeError(f"{op}: x has shape {_shape(x)}, wanted (M, K); flatten the tokens first")
+        raise ShapeError(
+            f"{op}: x has shape {_shape(x)}, expected (M, K); flatten the tokens first"
+        )
     io_word(op, x.dtype)
     check_smoothing(op, smooth, x.shape[1], x)
 
@@ -47,10 +49,10 @@ def check_smoothing(op: str, smooth: Tensor | None, columns: int, x: Tensor) -> 
 def check_scale(op: str, name: str, scale: Tensor, count: int | None) -> None:
     """Refuse scales that are not float32 with one element, or ``count`` in one dimension."""
     if scale.dtype != torch.float32:
-        raise KernelError(f"{op}: {name} is {scale.dtype}, wanted float32; scales are never cast")
+        raise KernelError(f"{op}: {name} is {scale.dtype}, expected float32; scales are never cast")
     if scale.numel() != 1 and (count is None or scale.shape != (count,)):
-        wanted = "one element" if count is None else f"one element or ({count},)"
-        raise ShapeError(f"{op}: {name} has shape {_shape(scale)}, wanted {wanted}")
+        expected = "one element" if count is None else f"one element or ({count},)"
+        raise ShapeError(f"{op}: {name} has shape {_shape(scale)}, expected {expected}")
 
 
 def check_scalar(op: str, name: str, scale: Tensor, x: Tensor) -> None:
@@ -76,7 +78,7 @@ def check_gemm(
     """
     if x.ndim != 2 or x.dtype != torch.uint8:
         raise ShapeError(
-            f"{op}: x is {x.dtype} of shape {_shape(x)}, wanted uint8 codes of shape (M, K)"
+            f"{op}: x is {x.dtype} of shape {_shape(x)}, expected uint8 codes of shape (M, K)"
         )
     check_scale(op, "x_scale", x_scale, x.shape[0])
     check_device(op, "x_scale", x_scale, x)
@@ -102,7 +104,7 @@ def check_gated(
     check_gemm(op, x, x_scale, weights, w_scale, bias, dtype)
     rows = weights[0][1].shape[0]
     if rows % 2:
-        raise ShapeError(f"{op}: w has {rows} rows, wanted as many gates as outputs")
+        raise ShapeError(f"{op}: w has {rows} rows, expected as many gates as outputs")
     check_scalar(op, "y_scale", y_scale, x)
 
 
@@ -124,7 +126,7 @@ def check_conv(
     """
     if x.ndim != 4 or x.dtype != torch.uint8:
         raise ShapeError(
-            f"{op}: x is {x.dtype} of shape {_shape(x)}, wanted uint8 codes of shape (B, H, W, C)"
+            f"{op}: x is {x.dtype} of shape {_shape(x)}, expected uint8 codes of shape (B, H, W, C)"
         )
     batch, height, width, channels = x.shape
     shape = ConvShape(batch, height, width, channels, weights[0][1].shape[0], windows)
@@ -155,7 +157,7 @@ def _check_weights(
     n = weights[0][1].shape[0]
     for name, weight, per_byte in weights:
         if k % per_byte:
-            raise ShapeError(f"{op}: K {k}, wanted a multiple of {per_byte}, as {name} has")
+            raise ShapeError(f"{op}: K {k}, expected a multiple of {per_byte}, as {name} has")
         expect(op, name, weight, torch.uint8, (n, k // per_byte))
         check_device(op, name, weight, x)
     if w_scale.ndim == 2:
@@ -172,9 +174,9 @@ def _check_weights(
 def expect(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Refuse a tensor of another dtype or shape."""
     if tensor.dtype != dtype:
-        raise KernelError(f"{op}: {name} is {tensor.dtype}, wanted {dtype}")
+        raise KernelError(f"{op}: {name} is {tensor.dtype}, expected {dtype}")
     if tensor.shape != shape:
-        raise ShapeError(f"{op}: {name} has shape {_shape(tensor)}, wanted {shape}")
+        raise ShapeError(f"{op}: {name} has shape {_shape(tensor)}, expected {shape}")
 
 
 def io_word(op: str, dtype: torch.dtype) -> str:
@@ -184,17 +186,19 @@ def io_word(op: str, dtype: torch.dtype) -> str:
         KernelError: another dtype.
     """
     if dtype not in _IO_WORDS:
-        raise KernelError(f"{op}: dtype {dtype}, wanted float16, bfloat16 or float32")
+        raise KernelError(f"{op}: dtype {dtype}, expected float16, bfloat16 or float32")
     return _IO_WORDS[dtype]
 
 
 def _check_group_scale(op: str, scale: Tensor, n: int, k: int) -> None:
     if scale.dtype != torch.float32:
-        raise KernelError(f"{op}: w_scale is {scale.dtype}, wanted float32; scales are never cast")
+        raise KernelError(
+            f"{op}: w_scale is {scale.dtype}, expected float32; scales are never cast"
+        )
     rows, groups = scale.shape
     if rows != n or groups == 0 or k % groups:
         raise ShapeError(
-            f"{op}: w_scale has shape {_shape(scale)}, wanted ({n}, groups) with groups dividing "
+            f"{op}: w_scale has shape {_shape(scale)}, expected ({n}, groups) with groups dividing "
             f"K {k}"
         )
 
@@ -206,7 +210,7 @@ def eps_bits(op: str, eps: float) -> int:
         KernelError: what is added to a variance is negative, or 1 or more.
     """
     if not 0 <= eps < 1:
-        raise KernelError(f"{op}: eps {eps}, wanted 0 or more and less than 1")
+        raise KernelError(f"{op}: eps {eps}, expected 0 or more and less than 1")
     bits: int = struct.unpack("<i", struct.pack("<f", eps))[0]
     return bits
 

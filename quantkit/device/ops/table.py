@@ -46,7 +46,7 @@ def find_op(name: str) -> Op:
         KernelError: there is none.
     """
     if name not in OPS:
-        raise KernelError(f"operation {name!r}: unknown, wanted one of {', '.join(OPS)}")
+        raise KernelError(f"operation {name!r}: unknown, expected one of {', '.join(OPS)}")
     return OPS[name]
 
 

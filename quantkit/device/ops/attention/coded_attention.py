@@ -136,17 +136,18 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
     keys, heads, head_size, qk_format, dtype = options
     q, k, v, v_scale = given(q), given(k), given(v), given(v_scale)
     if qk_format not in op.words("QK_X_FORMAT"):
-        wanted = ", ".join(op.words("QK_X_FORMAT"))
-        raise KernelError(f"{op.name}: format {qk_format!r}, wanted {wanted}")
+        expected = ", ".join(op.words("QK_X_FORMAT"))
+        raise KernelError(f"{op.name}: format {qk_format!r}, expected {expected}")
     word = io_word(op.name, dtype)
     if q.ndim != 3 or q.dtype != torch.uint8:
         raise ShapeError(
-            f"{op.name}: q is {q.dtype} of shape {tuple(q.shape)}, wanted uint8 codes (N, M, D)"
+            f"{op.name}: q is {q.dtype} of shape {tuple(q.shape)}, expected uint8 codes (N, M, D)"
         )
     (n, m, d), scales = q.shape, v_scale.shape[0]
     if f"d{d}" not in _HEAD.words:
         raise ShapeError(
-            f"{op.name}: heads of {d} columns, wanted a multiple of {COLUMNS} up to {LARGEST_HEAD}"
+            f"{op.name}: heads of {d} columns, expected a multiple of {COLUMNS} up to "
+            f"{LARGEST_HEAD}"
         )
     _check_sizes(op.name, n, keys=keys, heads=heads, head_size=head_size, columns=d, scales=scales)
     pitch = padded(keys, RUN)
@@ -172,15 +173,15 @@ def _check_sizes(
     op: str, n: int, *, keys: int, heads: int, head_size: int, columns: int, scales: int
 ) -> None:
     if keys < 1:
-        raise ShapeError(f"{op}: {keys} keys, wanted 1 or more")
+        raise ShapeError(f"{op}: {keys} keys, expected 1 or more")
     if heads < 1 or n % heads:
-        raise ShapeError(f"{op}: {n} rows of {heads} heads, wanted whole pictures")
+        raise ShapeError(f"{op}: {n} rows of {heads} heads, expected whole pictures")
     if not columns - COLUMNS < head_size <= columns or head_size % 8:
         raise ShapeError(
-            f"{op}: head_size {head_size}, wanted a multiple of 8 that {columns} columns hold"
+            f"{op}: head_size {head_size}, expected a multiple of 8 that {columns} columns hold"
         )
     if n and (scales < 1 or n % scales):
-        raise ShapeError(f"{op}: v_scale has {scales} rows, wanted a divisor of {n}")
+        raise ShapeError(f"{op}: v_scale has {scales} rows, expected a divisor of {n}")
 
 
 def _check_scales(

@@ -52,7 +52,7 @@ def _check_heads(op: Op, operands: Operands, options: Options) -> Problem:
             expect(op.name, name, weight, torch.float32, (d,))
     check_rotation(op.name, streams, (cos, sin), rotary)
     if group and group[0] not in (1, KEYS):
-        raise KernelError(f"{op.name}: groups of {group[0]} tokens, wanted 1 or {KEYS}")
+        raise KernelError(f"{op.name}: groups of {group[0]} tokens, expected 1 or {KEYS}")
     _check_devices(op, operands)
     words = (word, op.words("QK_X_FORMAT")[0], rotary)
     numbers = streams.numbers | {"scales": scales, "eps": eps_bits(op.name, eps)}
@@ -80,17 +80,17 @@ def _check_streams(
     word = io_word(op, first.dtype)
     if not takes_heads(d):
         raise ShapeError(
-            f"{op}: head_size {d}, wanted a multiple of {ALIGNED} up to {LARGEST_HEAD}"
+            f"{op}: head_size {d}, expected a multiple of {ALIGNED} up to {LARGEST_HEAD}"
         )
     if heads < 1:
-        raise ShapeError(f"{op}: {heads} heads, wanted 1 or more")
+        raise ShapeError(f"{op}: {heads} heads, expected 1 or more")
     places = (("first", first, streams.first_column), ("second", second, streams.second_column))
     for name, x, column in places:
         if x is not None:
             _check_stream(op, name, x, first, column, heads * d)
     scales = numbers.shape[0] if numbers.ndim else 0
     if streams.rows and (scales < 1 or streams.rows % scales):
-        raise ShapeError(f"{op}: numbers of {scales} heads, wanted a divisor of {streams.rows}")
+        raise ShapeError(f"{op}: numbers of {scales} heads, expected a divisor of {streams.rows}")
     if mean is not None:
         expect(op, "mean", mean, torch.float32, (scales, padded(d)))
     return word, scales
@@ -99,13 +99,13 @@ def _check_streams(
 def _check_stream(op: str, name: str, x: Tensor, first: Tensor, column: int, width: int) -> None:
     if x.ndim != 3 or x.shape[0] != first.shape[0] or x.dtype != first.dtype:
         raise ShapeError(
-            f"{op}: {name} is {x.dtype} of shape {tuple(x.shape)}, wanted {first.dtype} "
+            f"{op}: {name} is {x.dtype} of shape {tuple(x.shape)}, expected {first.dtype} "
             f"({first.shape[0]}, tokens, columns)"
         )
     if x.shape[2] % ALIGNED or column % ALIGNED or not 0 <= column <= x.shape[2] - width:
         raise ShapeError(
             f"{op}: heads at columns {column} to {column + width} of the {x.shape[2]} of {name}, "
-            f"wanted columns that it has, by {ALIGNED}"
+            f"expected columns that it has, by {ALIGNED}"
         )
 
 
@@ -114,7 +114,7 @@ def check_rotation(
 ) -> None:
     """Refuse cosines and sines that are not those of a rotation of all tokens."""
     if rotary not in ROTATIONS:
-        raise KernelError(f"{op}: rotary {rotary!r}, wanted one of {', '.join(ROTATIONS)}")
+        raise KernelError(f"{op}: rotary {rotary!r}, expected one of {', '.join(ROTATIONS)}")
     for name, numbers in zip(("cos", "sin"), rotation, strict=True):
         if (numbers is None) != (rotary == ROTATIONS[0]):
             raise KernelError(f"{op}: {name} belongs to a rotation, and to that alone")
@@ -123,7 +123,7 @@ def check_rotation(
             expect(op, name, numbers, torch.float32, shape)
     if rotary == "halves" and streams.head_size % (2 * ALIGNED):
         raise ShapeError(
-            f"{op}: halves of {streams.head_size} columns, wanted a multiple of {2 * ALIGNED}"
+            f"{op}: halves of {streams.head_size} columns, expected a multiple of {2 * ALIGNED}"
         )
 
 

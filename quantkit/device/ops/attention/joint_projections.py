@@ -93,13 +93,13 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
     for name, numbers in (("w_scale", w_scale), ("bias", bias)):
         if numbers.shape != (len(THREE), n):
             raise ShapeError(
-                f"{op.name}: {name} has shape {tuple(numbers.shape)}, wanted {(len(THREE), n)}"
+                f"{op.name}: {name} has shape {tuple(numbers.shape)}, expected {(len(THREE), n)}"
             )
     for i, (scale, added) in enumerate(zip(w_scale, bias, strict=True)):
         own = named[each * i : each * (i + 1)]
         name, w, _ = own[0]
         if w.shape[0] != n:
-            raise ShapeError(f"{op.name}: {name} has {w.shape[0]} rows, wanted {n} as wq")
+            raise ShapeError(f"{op.name}: {name} has {w.shape[0]} rows, expected {n} as wq")
         check_gemm(op.name, x, x_scale, own, scale, added, torch.float32)
     sizes = sizes_of_heads(op.name, (m, n, x.shape[1]), tokens, heads, x_scale)
     return Problem((x_format, w_format), sizes)

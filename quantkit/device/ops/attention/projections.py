@@ -138,7 +138,7 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
     check_gemm(op.name, x, x_scale, named, w_scale, bias, torch.float32)
     m, n = x.shape[0], named[0][1].shape[0]
     if w_scale.shape[:1] != (n,):
-        raise ShapeError(f"{op.name}: w_scale has shape {tuple(w_scale.shape)}, wanted ({n},)")
+        raise ShapeError(f"{op.name}: w_scale has shape {tuple(w_scale.shape)}, expected ({n},)")
     sizes = sizes_of_heads(op.name, (m, n, x.shape[1]), tokens, heads, x_scale)
     return Problem((x_format, w_format), sizes, group_scales=w_scale.ndim == 2)
 
@@ -160,10 +160,10 @@ def sizes_of_heads(
     """
     m, n, k = sizes
     if tokens < 1 or m % tokens:
-        raise ShapeError(f"{op}: {m} rows in pictures of {tokens} tokens, wanted whole ones")
+        raise ShapeError(f"{op}: {m} rows in pictures of {tokens} tokens, expected whole ones")
     if heads < 1 or n % (heads * ALIGNED):
         raise ShapeError(
-            f"{op}: {heads} heads of {n} outputs, wanted multiples of {ALIGNED} for each"
+            f"{op}: {heads} heads of {n} outputs, expected multiples of {ALIGNED} for each"
         )
     per_token = int(x_scale.numel() > 1)
     return {"m": m, "n": n, "k": k, "tokens": tokens, "d": n // heads, "per_token": per_token}

@@ -110,11 +110,11 @@ def stream_codes_fp8(
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
     words, sizes = check_streams(op, operands, options)
     if operands[2] is None:
-        raise ShapeError(f"{op.name}: first_v is missing, wanted a projection")
+        raise ShapeError(f"{op.name}: first_v is missing, expected a projection")
     rows, width = sizes["n"], padded(sizes["d"])
     scales = given(operands[13]).numel()
     if rows and (scales < 1 or rows % scales):
-        raise ShapeError(f"{op.name}: numbers of {scales} heads, wanted a divisor of {rows}")
+        raise ShapeError(f"{op.name}: numbers of {scales} heads, expected a divisor of {rows}")
     for place in range(12, 17):
         numbers, by_head = operands[place], place in (13, 14)
         if numbers is not None:

@@ -82,7 +82,7 @@ def check_streams(
 def _check_shape(op: str, columns: tuple[int, ...], heads: int, d: int) -> None:
     if not takes_heads(d) or heads < 1 or len(columns) != len(_COLUMNS):
         raise ShapeError(
-            f"{op}: {heads} heads of {d} from columns {list(columns)} on, wanted heads of a "
+            f"{op}: {heads} heads of {d} from columns {list(columns)} on, expected heads of a "
             f"multiple of {ALIGNED} up to {LARGEST_HEAD}, from {len(_COLUMNS)} columns on"
         )
 
@@ -94,18 +94,18 @@ def _check_part(
     name, x, (column, width) = op.args[place].name, operands[place], columns
     missing = stream is None or (place % 3 == 2 and operands[2] is None)
     if (x is None) != missing:
-        found, wanted = ("given", "none") if missing else ("missing", "a projection")
-        raise ShapeError(f"{op.name}: {name} is {found}, wanted {wanted}")
+        found, expected = ("given", "none") if missing else ("missing", "a projection")
+        raise ShapeError(f"{op.name}: {name} is {found}, expected {expected}")
     if x is None or stream is None:
         return
     if x.ndim != 3:
-        raise ShapeError(f"{op.name}: {name} has shape {tuple(x.shape)}, wanted (B, T, C)")
+        raise ShapeError(f"{op.name}: {name} has shape {tuple(x.shape)}, expected (B, T, C)")
     first = given(operands[0])
     expect(op.name, name, x, first.dtype, (first.shape[0], *stream.shape[1:]))
     if x.shape[2] % ALIGNED or column % ALIGNED or not 0 <= column <= x.shape[2] - width:
         raise ShapeError(
             f"{op.name}: heads at columns {column} to {column + width} of the {x.shape[2]} of "
-            f"{name}, wanted columns that it has, by {ALIGNED}"
+            f"{name}, expected columns that it has, by {ALIGNED}"
         )
 
 

@@ -98,10 +98,10 @@ def check_changes(op: str, x: Tensor, others: Operands, activation: str) -> int:
     """
     prefix, smooth, scale = others
     if activation not in ACTIVATIONS:
-        wanted = ", ".join(ACTIVATIONS)
-        raise KernelError(f"{op}: activation {activation!r}, wanted one of {wanted}")
+        expected = ", ".join(ACTIVATIONS)
+        raise KernelError(f"{op}: activation {activation!r}, expected one of {expected}")
     if x.ndim != 2:
-        raise ShapeError(f"{op}: x has shape {tuple(x.shape)}, wanted (M, K)")
+        raise ShapeError(f"{op}: x has shape {tuple(x.shape)}, expected (M, K)")
     io_word(op, x.dtype)
     n = _check_prefix(op, x, prefix)
     check_smoothing(op, smooth, n + x.shape[1], x)

@@ -108,7 +108,7 @@ def _check_pictures(op: str, x: Tensor, added: Tensor | None) -> str:
     word = io_word(op, x.dtype)
     if x.ndim != 3 or not x.shape[1] or not _fits(x.shape[2]):
         raise ShapeError(
-            f"{op}: x is {tuple(x.shape)}, wanted (B, T, C), C a multiple of {_ALIGNED} and at "
+            f"{op}: x is {tuple(x.shape)}, expected (B, T, C), C a multiple of {_ALIGNED} and at "
             f"most {norms.MAX_CHANNELS}"
         )
     if added is not None:
@@ -134,7 +134,7 @@ def _check_partials(op: Op, operands: Operands, options: Options) -> Problem:
 
 def _check_groups(op: str, groups: int, channels: int) -> None:
     if groups < 1 or channels % groups:
-        raise ShapeError(f"{op}: {groups} groups of {channels} channels, wanted a divisor")
+        raise ShapeError(f"{op}: {groups} groups of {channels} channels, expected a divisor")
 
 
 def _check_norm(op: Op, operands: Operands, options: Options) -> Problem:

@@ -108,7 +108,7 @@ def _check_norm(
     word = io_word(op.name, x.dtype)
     if x.ndim != 2 or x.shape[1] % _ALIGNED:
         raise ShapeError(
-            f"{op.name}: x is {tuple(x.shape)}, wanted (M, K), K a multiple of {_ALIGNED}"
+            f"{op.name}: x is {tuple(x.shape)}, expected (M, K), K a multiple of {_ALIGNED}"
         )
     check_input(op.name, x, (weight, bias, smooth), given(scale))
     given_rows = dict(zip(("gate", *_MODULATION), (gate, *modulation), strict=True))
@@ -128,7 +128,9 @@ def _check_modulation(op: str, x: Tensor, rows: Mapping[str, Tensor | None]) -> 
         check_device(op, name, tensor, x)
     batch = max(batches)
     if len(batches) > 1 or not batch or x.shape[0] % batch:
-        raise ShapeError(f"{op}: modulation of {batch} pictures, wanted a divisor of {x.shape[0]}")
+        raise ShapeError(
+            f"{op}: modulation of {batch} pictures, expected a divisor of {x.shape[0]}"
+        )
     return batch
 
 

@@ -71,7 +71,7 @@ def _check_columns(op: Op, operands: Operands, options: Options) -> Problem:
     x, (chunks,) = given(operands[0]), options
     if x.ndim != 2 or chunks < 1:
         raise ShapeError(
-            f"{op.name}: x is {tuple(x.shape)} in {chunks} chunks, wanted (M, K) in one or more"
+            f"{op.name}: x is {tuple(x.shape)} in {chunks} chunks, expected (M, K) in one or more"
         )
     sizes = {"m": x.shape[0], "n": chunks, "k": x.shape[1]}
     return Problem((io_word(op.name, x.dtype),), sizes)
@@ -81,7 +81,7 @@ def _check_pictures(op: Op, operands: Operands, options: Options) -> Problem:
     del options
     x = given(operands[0])
     if x.ndim != 3 or not x.shape[2]:
-        raise ShapeError(f"{op.name}: x is {tuple(x.shape)}, wanted (B, C, T) with pixels")
+        raise ShapeError(f"{op.name}: x is {tuple(x.shape)}, expected (B, C, T) with pixels")
     sizes = {"m": x.shape[2], "n": x.shape[0], "k": x.shape[1]}
     return Problem((io_word(op.name, x.dtype),), sizes)
 

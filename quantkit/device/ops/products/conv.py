@@ -92,9 +92,9 @@ def why_refused(op: Op, shape: ConvShape) -> str:
     """Return why the kernels would read out of bounds; empty when they do not."""
     multiple = op.k_multiple
     if shape.channels % multiple or shape.channels < _LEAST_CHANNELS:
-        return f"{shape.channels} channels, wanted {_LEAST_CHANNELS} or more, by {multiple}"
+        return f"{shape.channels} channels, expected {_LEAST_CHANNELS} or more, by {multiple}"
     if shape.windows.taps > _MOST_TAPS:
-        return f"a window has {shape.windows.taps} taps, wanted {_MOST_TAPS} at most"
+        return f"a window has {shape.windows.taps} taps, expected {_MOST_TAPS} at most"
     if shape.batch * shape.height * shape.width * shape.channels > _INT_MAX:
         return "more codes than 32 bits count"
     return ""

@@ -90,7 +90,7 @@ def _rows_of(op: str, gate: Tensor, residual: Tensor) -> int:
     expect(op, "gate", gate, residual.dtype, (pictures, n))
     check_device(op, "gate", gate, residual)
     if m % pictures:
-        raise ShapeError(f"{op}: gate of {pictures} pictures, wanted a divisor of {m} rows")
+        raise ShapeError(f"{op}: gate of {pictures} pictures, expected a divisor of {m} rows")
     return m // pictures
 
 

@@ -91,12 +91,12 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
     (x, w, w_group, w_scale, bias), (w_format,) = operands, options
     x, w, w_scale = given(x), given(w), given(w_scale)
     if w_format not in FORMATS:
-        raise KernelError(f"{op.name}: format {w_format!r}, wanted one of {', '.join(FORMATS)}")
+        raise KernelError(f"{op.name}: format {w_format!r}, expected one of {', '.join(FORMATS)}")
     word = io_word(op.name, x.dtype)
     if word not in _IO.words:
-        raise KernelError(f"{op.name}: x is {x.dtype}, wanted float16 or bfloat16")
+        raise KernelError(f"{op.name}: x is {x.dtype}, expected float16 or bfloat16")
     if x.ndim != 2:
-        raise ShapeError(f"{op.name}: x has shape {tuple(x.shape)}, wanted (M, K)")
+        raise ShapeError(f"{op.name}: x has shape {tuple(x.shape)}, expected (M, K)")
     (m, k), n = x.shape, w.shape[0]
     expect(op.name, "w", w, torch.uint8, (n, k // _PER_BYTE.get(w_format, 1)))
     _check_scales(op.name, (n, k), w_group, w_scale, w_format)
