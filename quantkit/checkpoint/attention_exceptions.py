@@ -12,7 +12,7 @@ from quantkit.numerics.attention_formats import NONE, AttentionFormat, attention
 KEY = "formats"
 _KEYS = ("qk", "modules")
 _PV = "pv"
-#: What probabilities and values are where nothing is said.
+#: The default format of probabilities and values.
 _PV_CODES = "e4m3fn"
 
 

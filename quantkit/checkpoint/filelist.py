@@ -16,7 +16,7 @@ from quantkit.storage.inputfile import open_file
 from quantkit.storage.jsonfile import DAMAGE, read_json, short
 from quantkit.storage.marker import MARKER
 
-#: At the root of what pack writes: of a pipeline, or of a component alone.
+#: At the root of pack's output: of a pipeline, or of a component alone.
 FILE_LIST = "quantkit.files.json"
 SCHEMA = "quantkit.files"
 VERSION = 1

@@ -48,7 +48,7 @@ class Verification:
     files: int
     #: copied safetensors files that were opened and whose numbers were looked at
     opened: int
-    #: what was not checked, and why; one line each
+    #: skipped checks with reasons; one line each
     unchecked: tuple[str, ...]
     #: one line each; empty when every rule holds
     breaches: tuple[str, ...]

@@ -15,7 +15,7 @@ Command = Callable[..., None]
 
 _POSITIVE = options.FiniteRange(min=0, min_open=True)
 
-#: name -> what click is told besides the name; each is a field of ``Training``
+#: name -> click's other arguments; each is a field of ``Training``
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--quantize/--no-quantize": {
         "default": None,

@@ -30,7 +30,7 @@ from quantkit.interchange.stored_file import CHUNK_VALUES, StoredFile
 from quantkit.models.pipeline_index import read_pipeline_index, read_transformers_classes
 from quantkit.models.source import ENCODER_WEIGHTS, WEIGHTS
 
-#: Where VAE and text encoders come from: the file, where it has them, or the config alone.
+#: The source of VAE and text encoders: the file, where it has them, or the config alone.
 Encoders: TypeAlias = Literal["file", "config"]
 #: transformers reads CLIP's tensors with and without it; published files have it.
 _CLIP = "text_model."
@@ -44,7 +44,7 @@ class Part:
     component: str
     #: the original layout's name, or "diffusers"
     layout: str
-    #: what its weights are called, without the extension
+    #: the name of its weight file, without the extension
     stem: str
     pieces: tuple[Piece, ...]
 
@@ -54,7 +54,7 @@ class OtherParts:
     """The contents of a checkpoint besides its denoiser."""
 
     parts: tuple[Part, ...]
-    #: of the tensors that no component has, by what their names begin with
+    #: of the tensors that no component has, by the prefix of their names
     ignored: Mapping[str, int]
     #: of the tensors that were not looked at: the config has their components
     left: Mapping[str, int]

@@ -29,7 +29,7 @@ class ComponentFile:
     name: str
     #: of config.json
     quantization: Mapping[str, Any]
-    #: what errors are measured against; None: what is exported
+    #: the reference of errors; None: the exported model
     reference: Denoiser | None = None
 
 

@@ -39,7 +39,7 @@ class Denoiser:
     #: of the file, of tensors that are not packed: as F16
     dtypes: Mapping[str, str]
     _packed: PackedComponent | None = None
-    #: what stands for the scales of weights that are not packed yet, by the tensor's name
+    #: placeholders of scales of weights that are not packed yet, by the tensor's name
     _stand_ins: Mapping[str, Tensor] = field(default_factory=dict)
 
     def format(self, name: str) -> NumberFormat | None:

@@ -24,7 +24,7 @@ class Export:
     #: by name, of weights that were quantized, or rounded again: the relative error (root of the
     #: share of power) against what was exported; empty when nothing was written
     errors: Mapping[str, float] = field(default_factory=dict)
-    #: what the file says otherwise than the model, a line each
+    #: differences from the model, a line each
     notes: tuple[str, ...] = ()
 
     @property

@@ -41,7 +41,7 @@ class GgufPlan:
 
     denoiser: Denoiser
     architecture: str
-    #: what weights become that are not in blocks yet: Q8_0 or Q4_0
+    #: the type of weights that are not in blocks yet: Q8_0 or Q4_0
     type: str
     tensors: tuple[PlannedTensor, ...]
 

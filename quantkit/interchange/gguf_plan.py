@@ -11,7 +11,7 @@ from quantkit.interchange.layout_names import OriginalTensor, layout_of_model, o
 
 #: Values in a row of a tensor that ComfyUI-GGUF gives its true shape back.
 _COMFY_ROW = 256
-#: What packed weights become where they cannot stay in blocks.
+#: The type of packed weights that cannot stay in blocks.
 _DEQUANTIZED = "F16"
 
 

@@ -31,11 +31,11 @@ class Row:
 class Layout:
     """The original layout of a model class."""
 
-    #: what GGUF files call it (general.architecture)
+    #: its name in GGUF files (general.architecture)
     architecture: str
     #: diffusers' class
     class_name: str
-    #: what names begin with in files that hold more than the denoiser, and in GGUF files of UNets
+    #: the prefix in files that hold more than the denoiser, and in GGUF files of UNets
     prefix: str
     #: tensors that all such files hold
     markers: tuple[str, ...]

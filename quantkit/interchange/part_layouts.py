@@ -78,9 +78,9 @@ OPEN_CLIP = Layout(
 class PartLayout:
     """The prefix and layout of a VAE or text encoder in whole checkpoints."""
 
-    #: what its names begin with
+    #: the prefix of its names
     prefix: str
-    #: what pipelines may call it
+    #: its component names in pipelines
     components: tuple[str, ...]
     #: other names than the library's, where a file has them
     layout: Layout | None = None
@@ -88,7 +88,7 @@ class PartLayout:
     class_name: str = ""
     #: square weights that are the identity, whatever the file says
     identities: tuple[str, ...] = ()
-    #: what the file may have besides, as a pattern; {layers} is the number of the model's layers
+    #: a pattern of other tensors in the file; {layers} is the number of the model's layers
     unused: str = ""
 
 

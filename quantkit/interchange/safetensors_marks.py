@@ -24,7 +24,7 @@ _KNOWN_KEYS = {"format", "full_precision_matrix_mult"}
 _MARKER_BYTES = 1 << 16
 _RETRY = "download it again"
 _OTHER_FILE = "take another file of the model"
-#: What other programs' layers have, whose codes are not read.
+#: Tensors of other programs' layers whose codes are not read.
 _OTHER_PROGRAMS = {
     r"\.quant_map$|\.quant_state\.|\.absmax$": "bitsandbytes",
     r"\.qweight$": "GPTQ, AWQ or Nunchaku",
@@ -53,7 +53,7 @@ class Marking:
 
     #: in words
     format: str
-    #: the whole of their names before ``.weight`` -> what they have
+    #: the whole of their names before ``.weight`` -> their codes and scales
     layers: Mapping[str, Mark]
     #: tensors of the file alone
     aside: tuple[str, ...] = ()

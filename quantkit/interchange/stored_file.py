@@ -58,7 +58,7 @@ class StoredFile:
     #: in words, as "ComfyUI's scaled FP8"
     format: str
     tensors: Mapping[str, StoredTensor]
-    #: what the file calls its model, when it does
+    #: the file's name of its model, if it has one
     architecture: str = ""
-    #: what is left out of it, a line each
+    #: omissions, a line each
     notes: tuple[str, ...] = ()

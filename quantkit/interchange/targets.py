@@ -28,11 +28,11 @@ class Target:
     convolutions: bool = False
     #: an input may have a static scale: any, or powers of two alone
     static: Literal["no", "pow2", "any"] = "no"
-    #: what becomes of inputs without a static scale
+    #: the treatment of inputs without a static scale
     inputs: str = ""
     #: the last part of the name of a weight's scale
     scale: str = "weight_scale"
-    #: what gives a model that the files hold, for messages
+    #: the cure in messages: how to get a model that the files can hold
     cure: str = ""
 
 

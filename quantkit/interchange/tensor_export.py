@@ -54,11 +54,11 @@ class FilePlan:
     lay_out: LayOut
     #: the layout's name, or the class's
     architecture: str
-    #: what all names begin with
+    #: the prefix of all names
     prefix: str = ""
     #: of the file alone
     extra: Mapping[str, Tensor] = field(default_factory=dict)
-    #: what the file says otherwise than the model, a line each
+    #: differences from the model, a line each
     notes: tuple[str, ...] = ()
 
     @property
@@ -129,7 +129,7 @@ class OneFile:
     """A plan whose output is a file."""
 
     plan: FilePlan
-    #: what errors are measured against; None: the source of the plan
+    #: the reference of errors; None: the source of the plan
     reference: Denoiser | None = None
 
     @property

@@ -26,11 +26,11 @@ from quantkit.storage.jsonfile import parse_json, read_json, short
 
 #: Seconds that a child process may take; importing diffusers takes most of them.
 _PATIENCE = 120
-#: What diffusers imports where it is there, for adapters, other models and text encoders. A third
+#: Optional imports of diffusers, for adapters, other models and text encoders. A third
 #: of the seconds, and few of its models want it.
 _RARELY_NEEDED = ("pandas", "peft", "scipy", "sklearn", "torchvision", "transformers")
 
-#: What a child process said of models that nobody asked for yet.
+#: Answers of a child process on models that were not requested yet.
 _ahead: dict[str, str] = {}
 
 

@@ -17,7 +17,7 @@ class Quantizer:
     """A tool that quantized a component, and whose own code computes it."""
 
     name: str
-    #: what pip installs, with the oldest version that diffusers or its files work with
+    #: pip requirement, with the oldest version that diffusers or its files work with
     requirement: str
     #: imported before loading: some register with transformers by that
     module: str

@@ -11,7 +11,7 @@ from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import Recipe
 
-#: Recommended recipes, best first, and what speaks for each.
+#: Recommended recipes, best first, with reasons.
 WHY = {
     "fp8": "half the size; needs no calibration; fastest on cards with FP8",
     "int8": "half the size; fastest on cards without FP8, as RDNA3 and Ampere",
@@ -24,7 +24,7 @@ class Choice:
     """A recommended recipe, with what the model's family sets in it."""
 
     recipe: Recipe
-    #: what speaks for it
+    #: the reason to recommend it
     why: str
 
 

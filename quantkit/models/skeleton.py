@@ -41,7 +41,7 @@ class Contents:
     #: packed layers; true where scales depend on the timestep
     packed: Mapping[str, bool]
     tensors: Mapping[str, tuple[int, ...]]
-    #: what the user should do
+    #: the cure in messages
     cure: str = "download it or pack the model again"
 
 

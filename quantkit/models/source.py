@@ -36,7 +36,7 @@ class SingleFile:
 
     path: Path
     #: of the diffusers pipeline that it belongs to, or of the component alone: config.json, and
-    #: what the file lacks
+    #: everything that the file lacks
     config: Path
 
     def __str__(self) -> str:

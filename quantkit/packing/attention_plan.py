@@ -33,7 +33,7 @@ class PlannedAttention:
     packed: PackedAttention | None = None
     #: float32, by name
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    #: what modules are multiplied in, and why, by path, where errors decided
+    #: formats with reasons, by module path, where errors decided
     formats: Mapping[str, FormatDecision] = field(default_factory=dict)
 
 

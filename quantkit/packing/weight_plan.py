@@ -39,7 +39,7 @@ class WeightPlan:
     rounder: Rounder | None = None
     #: float32 [], of the whole weight, when others share it; None: its own is chosen
     scale: Tensor | None = None
-    #: what the weight was dequantized from, to be packed without a second rounding
+    #: the blocks that the weight was dequantized from, to be packed without a second rounding
     blocks: StoredBlocks | None = None
 
 
@@ -49,5 +49,5 @@ class Encoded:
 
     #: the dense shape and the SHA-256 of the source weight
     record: LayerRecord
-    #: (N,) float32, what packing takes from the mean output: (W - W_packed) E[x]; None: not asked
+    #: (N,) float32, the change of the mean output: (W - W_packed) E[x]; None: not asked for
     correction: Tensor | None

@@ -50,7 +50,7 @@ class PlannedLayer:
     """A layer, with digests of the artefacts that it was planned from."""
 
     plan: WeightPlan
-    #: what the source weight must hash to, and who says so ("masks")
+    #: expected digests of the source weight, and the artefact that has each ("masks")
     expected: tuple[tuple[str, str], ...] = ()
 
 

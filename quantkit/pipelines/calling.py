@@ -17,7 +17,7 @@ from quantkit.storage.jsonfile import DAMAGE, short
 
 _LOG = logging.getLogger(__name__)
 
-#: What pipelines and what they call raise where they are given too little, or cannot run it.
+#: Errors of pipelines that lack an input or cannot run it.
 _REFUSALS = (*DAMAGE, RuntimeError, OSError, ImportError, AssertionError, MemoryError)
 #: Pixels of a side where neither pipeline nor denoiser says.
 _SIDE = 512
@@ -39,7 +39,7 @@ class Call:
     guidance: float | None = None
     #: latent or np
     output: str = "latent"
-    #: what ``rehearse`` found; None: prompts alone
+    #: inputs that ``rehearse`` found; None: prompts alone
     inputs: OwnInputs | None = None
 
     def arguments(self, pipe: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quantkit.pipelines.versions import Version, same_versions, version_of
 
-#: Counts what is written to a tensor; the only counter there is.
+#: Counts writes to a tensor; the only counter that torch has.
 _count = attrgetter("_version")
 
 

@@ -18,7 +18,7 @@ from quantkit.pipelines.kept_results import KeptResults, keeping
 
 #: What an argument may be that is no tensor.
 _VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
-#: Of the largest number of an answer: what float16 and atomic sums may change from run to run.
+#: Share of the largest number of an answer by which float16 and atomic sums may differ.
 _NEAR = 0.02
 #: Queues what it recorded, again.
 Launch = Callable[[], None]
@@ -101,7 +101,7 @@ class RecordedStep:
 
     inputs: tuple[Tensor, ...]
     step: Recording
-    #: what the step reads and does not compute, and what computes that; None: there is nothing
+    #: cached results that the step reads, with their graph; None: there are none
     kept: KeptResults
     refresh: Recording | None
 

@@ -8,7 +8,7 @@ from quantkit.numerics.attention_formats import ATTENTION_FORMATS, AttentionForm
 from quantkit.numerics.attention_limits import MARGIN
 from quantkit.recipe.fields import Patterns, Strict, matches
 
-#: auto: what is fastest within error_budget
+#: auto: the fastest format within error_budget
 Qk = Literal["e4m3fn", "int8", "none", "auto"]
 Pv = Literal["e4m3fn", "none", "auto"]
 
@@ -43,7 +43,7 @@ class AttentionRecipe(Strict):
     pv: Pv = "e4m3fn"
     #: dynamic: of each call's own numbers; static: from calibration
     scales: Literal["dynamic", "static"] = "dynamic"
-    #: what static ranges are multiplied by
+    #: the factor of static ranges
     margin: Annotated[float, Field(ge=1, le=16)] = MARGIN
     #: attention over fewer keys stays in 16 bit
     min_keys: Annotated[int, Field(ge=1)] = 512

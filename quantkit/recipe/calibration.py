@@ -21,7 +21,7 @@ class CalibrationRecipe(Strict):
     buckets: Annotated[int, Field(ge=1)] = 4
     #: prompts per run of the pipeline
     batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 4
-    #: what a step counts in second moments: all the same, or its effect on the final sample
+    #: weight of a step in second moments: the same for all, or its effect on the final sample
     weighting: Literal["uniform", "schedule"] = "uniform"
     #: of the rows of each call that second moments look at, drawn at random: neighbours in a
     #: picture are alike, so a quarter of the rows of four times the prompts says more

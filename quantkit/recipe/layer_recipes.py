@@ -74,7 +74,7 @@ class ActivationRecipe(Strict):
     """The quantization of inputs: FP8 where the weight is FP8, int8 where it is an integer."""
 
     mode: Literal["none", "static", "token"] = "token"
-    #: what chooses a static scale from the statistics
+    #: the observer that chooses a static scale from the statistics
     observer: Literal["amax", "percentile", "mse", "kl", "moving_average"] = "mse"
     percentile: Percentile = 99.99
     #: pow2: static scales are rounded up to powers of two, which programs that multiply by their

@@ -50,7 +50,7 @@ class Chunk:
     moving: tuple[Tensor, ...]
     #: per still leaf (R, ...)
     still: tuple[Tensor, ...]
-    #: (R, S, ...) what the teacher answered
+    #: (R, S, ...) the teacher's outputs
     answers: Tensor
 
     @property

@@ -27,9 +27,9 @@ class LayerQuant:
     """The quantization of one layer."""
 
     scheme: Scheme
-    #: what chooses the weight's scales: amax or mse
+    #: the rule of the weight's scales: amax or mse
     observer: str = "amax"
-    #: what the weight is rounded to before it is packed: the dtype of the model's files
+    #: the dtype that the weight is rounded to before it is packed: that of the model's files
     stored: torch.dtype = torch.float32
     #: (C,) float32, by which inputs are multiplied and weights divided; None: not
     smooth: Tensor | None = None

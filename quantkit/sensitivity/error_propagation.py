@@ -12,7 +12,7 @@ class Gain:
     """Final error over local error of one layer, and where the figure is from."""
 
     value: float
-    #: "measured", or what it is the median of
+    #: "measured", or the group that it is the median of
     source: str
 
     @property

@@ -16,7 +16,7 @@ class Selection:
 
     assignment: Assignment
     recipe: Recipe
-    #: what was asked for and what came of it
+    #: the goal and the result
     summary: str
     #: why each layer has its treatment, by module path
     remarks: dict[str, str]

@@ -98,7 +98,7 @@ class Sensitivity:
     edges: tuple[float, ...]
     #: of all tensors that stay as they are
     fixed_bytes: int
-    #: how scales were chosen, and the budget whose edge was looked at
+    #: the recipe of the scales, and of the budget whose edge was probed
     recipe: Recipe
     provenance: SensitivityProvenance
     #: why layers were run in the pipeline, in their order

@@ -36,7 +36,7 @@ class UpdatedLayer:
     rows: Tensor
     #: bool (N, K)
     mask: Tensor
-    #: float32 (N,), what the bias gains; None for a layer without one
+    #: float32 (N,), the correction of the bias; None for a layer without one
     bias_change: Tensor | None
     #: share of the output's power that is lost, on rows that were held out if there are
     error: float

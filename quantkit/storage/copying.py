@@ -11,13 +11,13 @@ from quantkit.errors import ModelError
 from quantkit.storage.inputfile import KINDS
 from quantkit.storage.marker import MARKER
 
-#: Weights in any format, and what indexes them. Next to packed weights they would be a second,
+#: Weights in any format, and their indexes. Next to packed weights they would be a second,
 #: unpacked truth that a loader may choose.
 WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pkl", ".msgpack", ".h5", ".onnx", ".gguf",
     ".safetensors.index.json", ".bin.index.json",
 )  # fmt: skip
-#: Pickles, which may run code when they are opened, and what indexes them: no copy has any.
+#: Pickles, which may run code when they are opened, and their indexes: no copy has any.
 _PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl", ".bin.index.json")
 
 #: Kernels and file systems without copy_file_range, or a pair of them that it does not join.

@@ -22,7 +22,7 @@ class ExpectedDigest:
     """The expected SHA-256 of a byte range of a file."""
 
     path: Path
-    #: what messages put after the path, with a colon and a space: "conv_in.weight: "
+    #: name in messages after the path, with a colon and a space: "conv_in.weight: "
     what: str
     start: int
     #: past the last byte

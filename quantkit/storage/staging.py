@@ -21,9 +21,9 @@ from quantkit.storage.system import is_mine, make_folders, open_lock
 _SUFFIX = ".quantkit-stage"
 #: Letters of the output's name in the stage's: a name has 255 bytes at most.
 _NAME = 50
-#: Inside the stage: where an output waits while its successor takes the name.
+#: Inside the stage: the place of an output while its successor takes the name.
 _ASIDE = "aside"
-#: Inside the stage: what its process holds a lock on.
+#: Inside the stage: the file that its process locks.
 _LOCK = ".lock"
 
 

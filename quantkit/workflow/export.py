@@ -96,7 +96,7 @@ class Exporter:
     plan: Callable[[ExportRequest], Plan]
     #: the kinds that it comes in, after the colon
     variants: tuple[str, ...] = ()
-    #: what a 16-bit model is quantized by unless told; "": it is not
+    #: the default recipe of a 16-bit model; "": it is not quantized
     recipe: str = ""
     #: whether convolutions are quantized on the way
     convolutions: bool = False

@@ -23,7 +23,7 @@ class InspectedLayer:
     #: dense shape of the weight
     shape: tuple[int, ...]
     scheme: Scheme
-    #: what ``smooth: auto`` chose; None: nothing, or one strength for all, the recipe's own
+    #: strength that ``smooth: auto`` chose; None: none, or one strength for all, the recipe's
     smooth_alpha: float | None
     #: of the weight in 16 bit
     bytes_before: int

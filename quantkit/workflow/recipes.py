@@ -21,7 +21,7 @@ class ListedRecipe:
     description: str
     #: arguments of ``pack`` that it needs
     needs: tuple[str, ...]
-    #: what speaks for it, of a model that it was listed for
+    #: the reason to recommend it, for the model that it was listed for
     why: str = ""
     #: of the model's denoisers
     bytes_before: int = 0

@@ -43,7 +43,7 @@ class Job:
     force: bool
     progress: Progress
     tell: Tell
-    #: what a reader types to make it again
+    #: the commands that reproduce it
     commands: tuple[str, ...] = ()
 
     @property

@@ -13,7 +13,7 @@ class Training:
 
     #: train as packed with the recipe, or in 16 bit; None: as packed where nothing is masked
     quantize: bool | None = None
-    #: how long to train, trajectories included; None: 2, or no limit where steps are set
+    #: minutes to train, trajectories included; None: 2, or no limit where steps are set
     minutes: float | None = None
     #: training steps
     steps: int | None = None

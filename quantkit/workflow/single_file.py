@@ -33,7 +33,7 @@ _LOG = logging.getLogger("quantkit")
 KIND, IMPORTED = "unpacked single file", "imported model"
 #: The folder of the cache.
 SINGLE_FILES = "single-files"
-#: Changes with what is written, so that folders of other versions are not taken for it.
+#: Version of the folder's contents, so that folders of other versions are not reused.
 _VERSION = 3
 
 
@@ -54,7 +54,7 @@ class Imported:
     types: dict[str, int]
     #: of the denoiser's tensors
     nbytes: int
-    #: what the file holds besides, or loses, a line each
+    #: other contents of the file, and losses, a line each
     notes: tuple[str, ...]
 
     def __repr__(self) -> str:

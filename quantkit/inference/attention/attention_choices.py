@@ -19,7 +19,7 @@ from quantkit.numerics.attention_factors import COLUMNS, padded
 from quantkit.numerics.formats import E4M3FN
 from quantkit.recipe.fields import matches
 
-#: What computes attention where no kernel does.
+#: The backend of attention where no kernel computes it.
 TORCH = "torch"
 #: Models whose processors make heads of streams in one pass, and pass no masks.
 _OF_STREAMS = frozenset({"FluxTransformer2DModel", "SD3Transformer2DModel"})

@@ -284,7 +284,7 @@ def _out(attn: Any, y: Tensor | QuantizedInput) -> Tensor:
     return result
 
 
-#: Processor -> what computes it; it returns None for calls that are not its own.
+#: Processor -> its implementation, which returns None for calls that it does not support.
 _PROCESSORS: dict[str, Callable[..., Any]] = {
     "AttnProcessor2_0": _unet,
     "FusedAttnProcessor2_0": _unet,

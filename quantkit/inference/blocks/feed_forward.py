@@ -98,7 +98,7 @@ def _fits_activated(module: FeedForward) -> bool:
     return type(down) is PackedLinear and down.takes_parts
 
 
-#: What a network becomes -> whether it can.
+#: New class of a network -> predicate for networks that fit it.
 _CLASSES: Mapping[type[FeedForward], Callable[[FeedForward], bool]] = {
     GatedFeedForward: _fits_gated,
     ActivatedFeedForward: _fits_activated,

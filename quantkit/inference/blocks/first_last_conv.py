@@ -74,7 +74,7 @@ class LastSiLU(nn.SiLU):
         return y
 
 
-#: Where they stand in a UNet -> torch's class, and what it becomes.
+#: Attribute of a UNet -> torch's class, and its replacement.
 _ENDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
     "conv_in": (nn.Conv2d, FirstConv2d),
     "conv_norm_out": (nn.GroupNorm, LastGroupNorm),

@@ -33,7 +33,7 @@ from quantkit.inference.layers.compiler_fuses import compiler_quantizes
 from quantkit.inference.layers.modules import is_watched
 from quantkit.inference.layers.prompts import is_plain
 
-#: Where a block keeps the names of its norms whose readers read alike.
+#: The attribute of a block with the names of norms whose readers have one scale.
 _CODED = "quantkit_coded_norms"
 
 
@@ -167,7 +167,7 @@ class CodedFluxSingleBlock(FluxSingleTransformerBlock):  # type: ignore[misc]  #
         return x[:, :words], x[:, words:]
 
 
-#: Block -> what replaces it, and its norms: of each, what reads it.
+#: Block -> its replacement, and its norms with their readers.
 _BLOCKS: Mapping[type, tuple[type, Mapping[str, tuple[str, ...]]]] = {
     BasicTransformerBlock: (
         CodedTransformerBlock,

@@ -41,7 +41,7 @@ class LayerDeviation:
 class Deviations:
     """Every packed layer of a pipeline."""
 
-    #: (component, module path) -> what was seen
+    #: (component, module path) -> deviations
     layers: dict[tuple[str, str], LayerDeviation] = field(default_factory=dict)
 
     @property

@@ -76,7 +76,7 @@ class _Tensors:
 
     def __init__(self, tensors: Read) -> None:
         self._all = tensors
-        #: methods that say where each lies, and what they said
+        #: methods that return each tensor's address, and their last values
         self._there = tuple((t.data_ptr, t.data_ptr()) for t in tensors if t is not None)
 
     def are_of(self, layer: nn.Module) -> bool:

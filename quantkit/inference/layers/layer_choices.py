@@ -18,7 +18,7 @@ from quantkit.numerics.conv_windows import ConvShape, Windows
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.scheme import Activation, Scheme
 
-#: What computes a layer whose inputs stay in 16 bit where no operator runs, so no back end does.
+#: The word for layers with 16-bit inputs where torch multiplies, without an operator.
 DEQUANTIZED = "dequantized"
 
 _WEIGHT_ONLY = "gemm_w16"

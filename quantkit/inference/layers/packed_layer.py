@@ -39,7 +39,7 @@ class PackedLayer(nn.Module):
     """The base of PackedLinear and PackedConv2d: the tensors of FORMAT.md, and the multiply."""
 
     kind: Kind
-    #: what the layer stands for: nn.Linear or nn.Conv2d
+    #: the dense class: nn.Linear or nn.Conv2d
     dense_class: type[nn.Linear | nn.Conv2d]
     weight_meta: Codes | None
     weight_group: Codes | None
@@ -67,7 +67,7 @@ class PackedLayer(nn.Module):
         nn.Module.__init__(self)
         self.name = name
         self.scheme = scheme
-        #: what the model around it computes in, to which peft casts its adapters
+        #: the model's compute dtype, to which peft casts its adapters
         self.compute_dtype = dense.weight.dtype
         self.dense_shape = tuple(dense.weight.shape)
         #: output features, and the length of a row: in_features, or kh * kw * C

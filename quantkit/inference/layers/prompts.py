@@ -36,7 +36,7 @@ class _Entry:
 
     def __init__(self, x: Tensor, how: tuple[Any, ...], gone: Callable[[Any], None]) -> None:
         self.x = version_of(x, gone)
-        #: the view of it, and what else the result depends on
+        #: its view, and everything else that the result depends on
         self.how = how
         self.weights: tuple[Version, ...] = ()
         self.result: Tensor | None = None

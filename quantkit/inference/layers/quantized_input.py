@@ -13,9 +13,9 @@ class QuantizedInput(NamedTuple):
     codes: Tensor
     #: float32, () or (1,) of static codes, (M,) of codes per token
     scale: Tensor
-    #: of what the codes stand for: (..., K)
+    #: of the dequantized input: (..., K)
     shape: torch.Size
-    #: which it would have, and which the layers' products have
+    #: of the dequantized input, and of the layers' products
     dtype: torch.dtype
 
     @property

@@ -77,7 +77,7 @@ def is_unseen(x: object) -> TypeGuard[Tensor]:
 
 #: name of an operation -> its operator, as torch has it
 OVERLOADS: dict[str, OpOverload[..., Any]] = {name: define(op) for name, op in OPS.items()}
-#: name of an operation -> what calls it
+#: name of an operation -> its operator
 OPERATORS: dict[str, Operator] = {
     name: callable_of(op, OVERLOADS[name]) for name, op in OPS.items()
 }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quantkit.inference.loading.saving import index_of, same_after_casts
 
-#: What a save writes by itself: the compute dtype, versions, where the model came from.
+#: Keys that a save writes by itself: the compute dtype, versions, the model's origin.
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_diffusers_version", "_name_or_path")
 
 

@@ -51,7 +51,7 @@ class QuantkitQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # untyped ba
         refuse_unpacked(kwargs)
         super().__init__(quantization_config, **kwargs)
         self.packed = quantization_config.packed
-        #: what float tensors outside the codes are cast to; set while loading
+        #: the dtype of float tensors other than codes; set while loading
         self.compute_dtype: torch.dtype | None = None
         #: the files that the tensors came from, kept for saving
         self.files: tuple[Path, ...] = ()

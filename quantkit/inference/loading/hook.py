@@ -63,7 +63,7 @@ _COPIERS = (
 #: Modules of accelerate with the function that moves the tensors of an offloaded layer.
 _MOVERS = ("accelerate.utils.modeling", "accelerate.hooks")
 
-#: What to do right after which module has run. Each may be called twice.
+#: Module -> action right after it has run. Each action may be called twice.
 ACTIONS: "dict[str, Callable[[ModuleType], None]]" = {
     "diffusers.quantizers.auto": _register_quantizer,
     "diffusers.pipelines.pipeline_utils": _agree_on_dtypes,

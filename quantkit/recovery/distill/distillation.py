@@ -41,7 +41,7 @@ class RecoveryTask:
 
     #: a pipeline with one denoiser
     model: Model
-    #: which weights are kept, chosen for this model; None: all
+    #: masks of the kept weights, chosen for this model; None: all are kept
     masks: MaskSet | None
     #: the recipe that the result will be packed with, to train it as packed; None: in 16 bit
     quantize: Recipe | None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class ValidationScore:
     """The similarity of the student's pictures to the teacher's."""
 
-    #: what was measured, as SSIM
+    #: the metric, as SSIM
     metric: str
     #: higher is better
     value: float
