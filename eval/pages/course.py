@@ -15,10 +15,10 @@ from quantkit.eval.measuring.embedding import FIRST_SIDE, LIST_SIDE, preview
 from quantkit.eval.measuring.number_format import show
 from quantkit.eval.measuring.pairs import Pair, Side, pair_numbers, pair_values, sort_keys
 from quantkit.eval.measuring.pictures import Pairs, Pixels, to_pixels
-from quantkit.eval.pages.live import reason_of, running
 from quantkit.eval.pages.page import Gallery, Page, Plot, Plots, Section, Tile
 from quantkit.eval.pages.plots import plot_course
 from quantkit.eval.pages.rendering import to_html
+from quantkit.eval.pages.running import reason_of, running
 from quantkit.eval.pages.sections import made_section
 
 from quantkit._version import __version__

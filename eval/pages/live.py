@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import time
 
 from quantkit.eval.judging.noise_floor import picture_names
 from quantkit.eval.measuring.backbones import Backbones
@@ -14,9 +13,10 @@ from quantkit.eval.measuring.generation import GenerationSettings
 from quantkit.eval.measuring.number_format import show
 from quantkit.eval.measuring.pairs import Pair, PairView, Side, look_first
 from quantkit.eval.measuring.pictures import Pairs, Pixels, save_png
-from quantkit.eval.pages.page import Figures, Page, Running, Section, Tile
+from quantkit.eval.pages.page import Figures, Page, Section, Tile
 from quantkit.eval.pages.rendering import to_html
 from quantkit.eval.pages.report import KIND
+from quantkit.eval.pages.running import reason_of, running
 from quantkit.eval.pages.sections import made_section, pictures_section
 from quantkit.eval.pages.tiles import comparison_tiles
 
@@ -24,8 +24,6 @@ from quantkit._version import __version__
 from quantkit.progress import Progress
 from quantkit.storage.files import mark_directory, rewritten_file, staged_directory
 
-#: Seconds after which a page that is open loads itself again.
-RELOAD_SECONDS = 3
 _PAGE = "report.html"
 
 
@@ -206,11 +204,6 @@ class LivePage:
         return PairView(self._pairs(0), comparison, seeds, Pictures.BESIDE)
 
 
-def running(note: str, *, ended: bool) -> Running:
-    """Return what a page says of its job, at this moment."""
-    return Running(note, round(1000 * time()), None if ended else RELOAD_SECONDS)
-
-
 @contextmanager
 def open_live(folder: Path, facts: LiveFacts, *, force: bool, watch: Watcher) -> Iterator[LivePage]:
     """Yield a page that is there until the body writes its report over it.
@@ -239,10 +232,3 @@ def open_live(folder: Path, facts: LiveFacts, *, force: bool, watch: Watcher) ->
         page.write(ended=reason_of(error))
         mark_directory(folder, kind=KIND)
         raise
-
-
-def reason_of(error: BaseException) -> str:
-    """Return in words what ended an evaluation."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return f"ended by an error: {error}" if str(error) else "ended by an error"

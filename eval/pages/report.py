@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.eval.judging.evaluation_result import Report
-from quantkit.eval.judging.gates import Gate
 from quantkit.eval.measuring.embedding import Pictures, Store, store_pictures
 from quantkit.eval.measuring.number_format import show
 from quantkit.eval.measuring.pairs import PairView, look_first
@@ -28,7 +27,8 @@ from quantkit.eval.pages.page import (
 from quantkit.eval.pages.plots import plot_steps
 from quantkit.eval.pages.rendering import to_html
 from quantkit.eval.pages.sections import made_section, metrics_section, pictures_section
-from quantkit.eval.pages.sentences import gate_remark, headline, kernel_sentence, lead
+from quantkit.eval.pages.sentences import headline, kernel_sentence, lead
+from quantkit.eval.pages.tables import gates_table
 from quantkit.eval.pages.tiles import report_tiles
 
 from quantkit.storage.files import staged_directory
@@ -109,8 +109,7 @@ def _verdict(report: Report) -> Section:
         Text(f"{step.what}{f': `{step.command}`' if step.command else ''}")
         for step in report.next_steps
     ]
-    titles = ("Gate", "Result", "Mean", "Expected", "Remark")
-    table = Table("Gates", titles, tuple(map(_gate, report.gates)), numbers=(2, 3))
+    table = gates_table(report.gates)
     parts: tuple[Part, ...] = (
         Text(report.verdict),
         *([Heading("What to do next")] * bool(advice)),
@@ -118,12 +117,6 @@ def _verdict(report: Report) -> Section:
         table,
     )
     return Section("why", "Verdict", parts, headline(report.gates))
-
-
-def _gate(gate: Gate) -> Row:
-    words = {None: gate.state.value, True: "\u2713 passes", False: "\u2717 fails"}[gate.passed]
-    result = Cell(words, style={None: "", True: "good", False: "bad"}[gate.passed])
-    return (gate.title, result, show(gate.found, gate.unit), gate.expected, gate_remark(gate))
 
 
 def _steps(report: Report) -> Section:

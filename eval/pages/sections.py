@@ -7,7 +7,6 @@ from quantkit.eval.judging.gates import Gate
 from quantkit.eval.judging.noise_floor import FloorGap
 from quantkit.eval.measuring.comparison import Comparison
 from quantkit.eval.measuring.embedding import Pictures, Store
-from quantkit.eval.measuring.judges import Judgement
 from quantkit.eval.measuring.number_format import show, show_difference, show_mean
 from quantkit.eval.measuring.pairs import PairView, sort_keys
 from quantkit.eval.measuring.sample_statistics import RESAMPLES
@@ -25,7 +24,7 @@ from quantkit.eval.pages.page import (
     Text,
 )
 from quantkit.eval.pages.plots import plot_scores
-from quantkit.eval.pages.tables import MetricRow, metric_rows
+from quantkit.eval.pages.tables import MetricRow, judges_table, metric_rows
 
 #: Said wherever scores of networks stand.
 SAME_BACKBONE = "LPIPS and CLIP numbers compare only with numbers of the same backbone."
@@ -110,12 +109,16 @@ def metrics_section(
     ]
     floor = next((gap.floor for gap in gaps if gap.floor.comparison), None)
     ssim = plot_scores(comparison.scores["ssim"], gate, comparison.names, floor)
+    judges: tuple[Part, ...] = ()
+    if comparison.judgements:
+        heading = Heading("Other judges", "no gate is on them")
+        judges = (heading, judges_table(comparison, gaps))
     caption = f"SSIM of every {unit}, worst first{', with mean and gate' if gate else ''}."
     parts = (
         _means(rows, gaps),
         *notes,
         Text(_how_counted(comparison, rows, gaps), "soft"),
-        *(_judges(comparison, gaps) if comparison.judgements else ()),
+        *judges,
         _spread(rows),
         Plots((Plot(ssim, caption),)),
     )
@@ -153,35 +156,6 @@ def _how_counted(
         f"resamples of pairs; {', '.join(sorted(methods)) or 'none'}). {floor if gaps else ''}"
         f"{SAME_BACKBONE}"
     )
-
-
-def _judges(comparison: Comparison, gaps: tuple[FloorGap, ...]) -> tuple[Part, ...]:
-    floors = [gap.floor.comparison for gap in gaps]
-    rows = tuple(
-        _judge(found, [floor.judgements[index] if floor else None for floor in floors])
-        for index, found in enumerate(comparison.judgements)
-    )
-    titles = (
-        "Judge", "Packed", "Packed - original",
-        *(f"Noise floor: {gap.floor.title}" for gap in gaps),
-    )  # fmt: skip
-    table = Table("Other judges", titles, rows, numbers=range(1, len(titles)))
-    return Heading("Other judges", "no gate is on them"), table
-
-
-def _judge(found: Judgement, floors: Sequence[Judgement | None]) -> Row:
-    source = f"{found.source}, " if found.source else ""
-    better = "higher" if found.judge.higher_is_better else "lower"
-    mean = Cell(show_mean(found.summary)) if found.packed else Cell(found.note, style="words")
-    label = Cell(found.judge.title, f"{source}{better} is better")
-    return (label, mean, show_difference(found.change), *map(_judged, floors))
-
-
-def _judged(floor: Judgement | None) -> str:
-    """Return what a noise floor changes, of what takes pairs or sets its value."""
-    if floor is None or not floor.packed:
-        return "-"
-    return show_difference(floor.change) if floor.change else show_mean(floor.summary)
 
 
 def _spread(rows: Sequence[MetricRow]) -> Table:

@@ -1,12 +1,18 @@
-"""Rows of the table of metrics: each metric beside its noise floors."""
+"""Tables of gates and judges, and rows of metrics beside their noise floors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quantkit.eval.judging.gates import Gate
 from quantkit.eval.judging.noise_floor import FloorGap
 from quantkit.eval.judging.verdict import Standing, standing_to
 from quantkit.eval.measuring.comparison import ClipScores, Comparison
+from quantkit.eval.measuring.judges import Judgement
 from quantkit.eval.measuring.metrics import METRICS
+from quantkit.eval.measuring.number_format import show, show_difference, show_interval, show_mean
 from quantkit.eval.measuring.sample_statistics import Summary
+from quantkit.eval.pages.page import Cell, Row, Table
+from quantkit.eval.pages.sentences import gate_remark
 
 
 @dataclass(frozen=True)
@@ -79,3 +85,46 @@ def _pair_cell(metric: str, gap: FloorGap) -> FloorCell:
 def _cell(metric: str, value: Summary, gap: FloorGap) -> FloorCell:
     difference = gap.differences[metric]
     return FloorCell(value, difference, standing_to(gap, metric))
+
+
+def gates_table(gates: Sequence[Gate]) -> Table:
+    """Return what each gate shows, the mean with its interval, and what is expected."""
+    titles = ("Gate", "Result", "Mean", "Expected", "Remark")
+    return Table("Gates", titles, tuple(map(_gate, gates)), numbers=(2, 3))
+
+
+def _gate(gate: Gate) -> Row:
+    words = {None: gate.state.value, True: "\u2713 passes", False: "\u2717 fails"}[gate.passed]
+    result = Cell(words, style={None: "", True: "good", False: "bad"}[gate.passed])
+    interval = f" {show_interval(gate.interval)}" if gate.interval else ""
+    found = f"{show(gate.found, gate.unit)}{interval}"
+    return (gate.title, result, found, gate.expected, gate_remark(gate))
+
+
+def judges_table(comparison: Comparison, gaps: tuple[FloorGap, ...]) -> Table:
+    """Return what other judges make of the pictures, and of the noise floors'."""
+    floors = [gap.floor.comparison for gap in gaps]
+    rows = tuple(
+        _judge(found, [floor.judgements[index] if floor else None for floor in floors])
+        for index, found in enumerate(comparison.judgements)
+    )
+    titles = (
+        "Judge", "Packed", "Packed - original",
+        *(f"Noise floor: {gap.floor.title}" for gap in gaps),
+    )  # fmt: skip
+    return Table("Other judges", titles, rows, numbers=range(1, len(titles)))
+
+
+def _judge(found: Judgement, floors: Sequence[Judgement | None]) -> Row:
+    source = f"{found.source}, " if found.source else ""
+    better = "higher" if found.judge.higher_is_better else "lower"
+    mean = Cell(show_mean(found.summary)) if found.packed else Cell(found.note, style="words")
+    label = Cell(found.judge.title, f"{source}{better} is better")
+    return (label, mean, show_difference(found.change), *map(_judged, floors))
+
+
+def _judged(floor: Judgement | None) -> str:
+    """Return what a noise floor changes, of what takes pairs or sets its value."""
+    if floor is None or not floor.packed:
+        return "-"
+    return show_difference(floor.change) if floor.change else show_mean(floor.summary)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quantkit.eval.judging.noise_floor import FloorGap
     from quantkit.eval.measuring.comparison import Comparison
     from quantkit.eval.pages.methods_table import Method
+    from quantkit.eval.pages.page import Table
 
 
 #: Methods whose numbers and intervals fit a terminal side by side.
@@ -60,62 +61,29 @@ def print_floors(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None
             echo(f"{title}: {gap.floor.note}")
 
 
-def print_judges(comparison: "Comparison", gaps: "tuple[FloorGap, ...]") -> None:
-    """Print other judges' scores of the pictures, and of the noise floors."""
-    from quantkit.eval.measuring.number_format import show_difference, show_mean
-
-    floors = [gap.floor for gap in gaps if gap.floor.comparison is not None]
-    rows = [
-        (
-            found.judge.title,
-            show_mean(found.summary) if found.packed else found.note,
-            show_difference(found.change),
-            *(_judged_floor(floor.comparison, index) for floor in floors),
-            "higher" if found.judge.higher_is_better else "lower",
-        )
-        for index, found in enumerate(comparison.judgements)
-    ]
-    if rows:
-        columns = ("judge", "packed", "packed - original", *(f.title for f in floors), "better")
-        print_table("Other judges", columns, rows)
-
-
-def _judged_floor(comparison: "Comparison | None", index: int) -> str:
-    from quantkit.eval.measuring.number_format import show_difference, show_mean
-
-    if comparison is None:
-        return "-"
-    found = comparison.judgements[index]
-    return show_mean(found.summary) if found.change is None else show_difference(found.change)
-
-
 def print_gates(gates: "tuple[Gate, ...]") -> None:
     """Print what each gate expects, and the mean."""
-    from quantkit.eval.measuring.number_format import show, show_interval
+    from quantkit.eval.pages.tables import gates_table
 
-    rows = [
-        (
-            gate.title,
-            gate.expected,
-            show(gate.found, gate.unit),
-            show_interval(gate.interval),
-            gate.state.value,
-            gate.prompts_needed or "-",
-        )
-        for gate in gates
-    ]
+    _print(gates_table(gates))
+
+
+def _print(table: "Table") -> None:
+    """Print a page's table, unless it is empty."""
+    rows = [[", ".join(filter(None, (c.text, c.soft, c.below))) for c in row]
+            for row in table.bodies[0]]  # fmt: skip
     if rows:
-        columns = ("gate", "expected", "found", "95 %", "result", "prompts that would decide")
-        print_table("Gates", columns, rows)
+        print_table(table.label, table.titles, rows)
 
 
 def print_report(result: "Report", output: Path, *, preview: bool = True) -> None:
     """Print the report's numbers, worst pair, verdict, next step, and path."""
     from quantkit.eval.pages.sentences import kernel_sentence
+    from quantkit.eval.pages.tables import judges_table
 
     print_metrics(result.title, result.comparison)
     print_floors(result.comparison, result.noise_floor)
-    print_judges(result.comparison, result.noise_floor)
+    _print(judges_table(result.comparison, result.noise_floor))
     print_gates(result.gates)
     echo(kernel_sentence(result))
     if preview:

@@ -11,7 +11,7 @@ from quantkit.eval.measuring.backbones import Backbones
 from quantkit.eval.measuring.comparison import compare
 from quantkit.eval.measuring.metrics import Better
 from quantkit.eval.measuring.pictures import amplified_difference
-from quantkit.eval.pages import live
+from quantkit.eval.pages import live, running
 from quantkit.eval.pages.report import write_report
 
 from tests.support.browser import LARGE, launched, live_facts, shown, write_pages
@@ -328,7 +328,7 @@ def open_first_pair(page):
 
 
 def test_a_live_page_follows_its_evaluation_and_stays_where_it_was(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "RELOAD_SECONDS", 0.2)
+    monkeypatch.setattr(running, "RELOAD_SECONDS", 0.2)
     pairs, folder = made(8, sigma=6.0, side=48), tmp_path / "out"
     with live.open_live(folder, live_facts(pairs), force=False, watch=live.unwatched) as run:
         run.original(0, pairs.original)
