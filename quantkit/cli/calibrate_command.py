@@ -80,6 +80,6 @@ def _print(found: "Calibrated | CalibrationPlan", *, as_json: bool) -> None:
     if not isinstance(found, Calibrated):
         echo("nothing written")
         return
-    if found.unseen_told:
-        echo(found.unseen_told)
+    if found.unseen_summary:
+        echo(found.unseen_summary)
     echo(found.output)

@@ -65,6 +65,6 @@ def _print(found: "MomentPlan | TakenMoments", *, as_json: bool) -> None:
     where = "nothing written"
     if isinstance(found, TakenMoments):
         where = f"written to {found.output}"
-        if found.unseen_told:
-            echo(found.unseen_told)
+        if found.unseen_summary:
+            echo(found.unseen_summary)
     echo(f"Second moments, {plan.weighting} weighting ({where})")

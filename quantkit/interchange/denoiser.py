@@ -19,7 +19,7 @@ from quantkit.models.families import find_family
 from quantkit.models.source import Component
 from quantkit.models.source_tensors import read_tensor, source_tensors
 from quantkit.numerics.formats import NumberFormat
-from quantkit.numerics.ggml_blocks import put_together
+from quantkit.numerics.ggml_blocks import join_blocks
 from quantkit.numerics.scheme import Scheme
 from quantkit.recipe.fields import matches
 
@@ -110,7 +110,7 @@ class Denoiser:
         assert self._packed is not None
         layer = name.removesuffix(".weight")
         parts = self._packed.parts(layer)
-        return put_together(
+        return join_blocks(
             parts["weight"].flatten(1), parts["weight_scale"], self.schemes[name].weight
         )
 

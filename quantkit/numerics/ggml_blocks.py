@@ -19,7 +19,7 @@ def block_bytes(fmt: NumberFormat) -> int:
     return _SCALE_BYTES + fmt.block // fmt.codes_per_byte
 
 
-def take_apart(blocks: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
+def split_blocks(blocks: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
     """Return the codes and scales of rows of blocks.
 
     Args:
@@ -36,8 +36,8 @@ def take_apart(blocks: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
     return codes.view(torch.int8) if fmt.codes_per_byte == 1 else codes, scale
 
 
-def put_together(codes: Tensor, scale: Tensor, fmt: NumberFormat) -> Tensor:
-    """Return the blocks (R, bytes) uint8 of codes and scales, the inverse of ``take_apart``."""
+def join_blocks(codes: Tensor, scale: Tensor, fmt: NumberFormat) -> Tensor:
+    """Return the blocks (R, bytes) uint8 of codes and scales, the inverse of ``split_blocks``."""
     rows = len(codes)
     first = scale.contiguous().view(torch.uint8).reshape(-1, _SCALE_BYTES)
     rest = codes.contiguous().view(torch.uint8).reshape(len(first), -1)

@@ -21,7 +21,7 @@ from quantkit.checkpoint.weight_reader import BLOCK_ELEMENTS, Digest, SourceTens
 from quantkit.errors import ShapeError
 from quantkit.models.source import StoredBlocks
 from quantkit.numerics.formats import NumberFormat
-from quantkit.numerics.ggml_blocks import block_bytes, take_apart
+from quantkit.numerics.ggml_blocks import block_bytes, split_blocks
 from quantkit.numerics.granularity import PerTensor
 from quantkit.numerics.least_error import candidates, choose_tensor_scale
 from quantkit.numerics.nibbles import pack_nibbles
@@ -61,7 +61,7 @@ def copy_blocks(
             while (rest := stop - file.tell()) > 0:
                 data = file.read(min(rest, max(BLOCK_ELEMENTS // size, 1) * size))
                 rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(-1, size)
-                codes, scale = take_apart(rows, fmt)
+                codes, scale = split_blocks(rows, fmt)
                 _append(sinks["weight_scale"], scale)
                 _append(sinks["weight"], codes)
     return Encoded(LayerRecord(source.info.shape, digest.hexdigest()), None)

@@ -15,7 +15,7 @@ from quantkit.models.source_tensors import read_tensor, source_tensors
 from quantkit.numerics.packed_2to4 import from_rows
 from quantkit.numerics.threads import surgery_threads
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
-from quantkit.sparsity.sparsegpt import Surgeon, UpdatedLayer, naming, read_rows, settle_layer
+from quantkit.sparsity.sparsegpt import Surgeon, UpdatedLayer, naming, prune_layer, read_rows
 
 
 class UpdatedTensors(Mapping[str, Tensor]):
@@ -75,4 +75,4 @@ class UpdatedTensors(Mapping[str, Tensor]):
         moments = self._surgeon.moments(self._component, layer, mask.source_digest)
         rows, kept = read_rows(layer).to(self._surgeon.device), kept.to(self._surgeon.device)
         with surgery_threads(layer.k), naming(layer.name):
-            return settle_layer(rows, moments, kept, bias=layer.bias)
+            return prune_layer(rows, moments, kept, bias=layer.bias)

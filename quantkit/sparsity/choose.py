@@ -22,7 +22,7 @@ from quantkit.numerics.threads import one_torch_thread, surgery_threads
 from quantkit.progress import Progress, tracked
 from quantkit.recipe.schema import Recipe, SparsityRecipe
 from quantkit.sparsity.maskfile import Decision, LayerMask, MaskSet, pack_mask
-from quantkit.sparsity.sparsegpt import Surgeon, lost_share, naming, read_rows, settle_layer
+from quantkit.sparsity.sparsegpt import Surgeon, lost_share, naming, prune_layer, read_rows
 from quantkit.storage.digest import sha256_of
 from quantkit.storage.system import open_to_read, read_into
 
@@ -195,7 +195,7 @@ def _operate(
             error = lost_share(rows, rows * ~mask, moments)
             return pack_mask(mask.cpu()), error
     with naming(layer.name):
-        settled = settle_layer(rows, moments, mask, bias=layer.bias)
+        settled = prune_layer(rows, moments, mask, bias=layer.bias)
     surgeon.leave(inputs.component, layer, settled)
     return pack_mask(settled.mask.cpu()), settled.error
 

@@ -50,7 +50,7 @@ def target_moment(moments: Moments, *, bias: bool) -> Tensor:
     return moments.covariance if bias else moments.second
 
 
-def settle_layer(
+def prune_layer(
     rows: Tensor, moments: Moments, mask: Tensor | Pattern, *, bias: bool
 ) -> UpdatedLayer:
     """Drop weights, and let the kept ones and the bias make up for it.

@@ -56,7 +56,7 @@ class Calibrated:
         return {component: layers for component, layers in found.items() if layers}
 
     @property
-    def unseen_told(self) -> str:
+    def unseen_summary(self) -> str:
         """The layers that no prompt called, in a line; empty where there is none."""
         return tell_unseen(self.unseen).strip()
 

@@ -75,7 +75,7 @@ class TakenMoments:
         return self.hessians.path
 
     @property
-    def unseen_told(self) -> str:
+    def unseen_summary(self) -> str:
         """The layers that no prompt called, in a line; empty where there is none."""
         return tell_unseen(self.hessians.unseen).strip()
 

@@ -24,7 +24,7 @@ from quantkit.numerics.masks import TWO_OF_FOUR, Pattern
 from quantkit.numerics.obs import factorize, falling_power, refit_rows, settle_rows
 from quantkit.packing.gptq import Rounding
 from quantkit.sparsity.maskfile import LayerMask, MaskSet, load_masks, pack_mask, save_masks
-from quantkit.sparsity.sparsegpt import settle_layer
+from quantkit.sparsity.sparsegpt import prune_layer
 from quantkit.storage.artefact import read_artefact, write_artefact
 from tests.support.artefacts import ABOUT, statistics
 from tests.support.pipelines import tiny_transformer
@@ -266,7 +266,7 @@ def test_weights_that_are_not_finite_are_refused_wherever_they_come_up():
     with pytest.raises(NonFiniteError, match="collect the hessians again"):
         rounding.round(torch.full((1, 8), NAN), None, torch.ones(1, 1), E4M3FN)
     with pytest.raises(NonFiniteError, match="collect the hessians again"):
-        settle_layer(torch.full((1, 8), INF), moments_of(x), TWO_OF_FOUR, bias=False)
+        prune_layer(torch.full((1, 8), INF), moments_of(x), TWO_OF_FOUR, bias=False)
 
 
 REAL = ("amax", "second_moment", "channel_amax", "mean", "samples")

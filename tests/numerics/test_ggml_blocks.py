@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quantkit.numerics.block_scales import choose_block_scales
 from quantkit.numerics.formats import Q4_0, Q8_0
-from quantkit.numerics.ggml_blocks import block_bytes, put_together, take_apart
+from quantkit.numerics.ggml_blocks import block_bytes, join_blocks, split_blocks
 from quantkit.numerics.granularity import PerGroup
 from quantkit.numerics.nibbles import pack_nibbles, unpack_nibbles
 from quantkit.numerics.scales import dequantize
@@ -41,9 +41,9 @@ def test_blocks_of_any_bytes_come_back(fmt, data):
         d = data.draw(st.one_of(st.sampled_from(SCALES), st.integers(0, 0xFFFF)))
         content[start : start + 2] = d.to_bytes(2, "little")
     blocks = torch.frombuffer(content, dtype=torch.uint8).reshape(rows, -1)
-    codes, scale = take_apart(blocks, fmt)
+    codes, scale = split_blocks(blocks, fmt)
     assert scale.shape == (rows, columns)
-    assert put_together(codes, scale, fmt).numpy().tobytes() == bytes(content)
+    assert join_blocks(codes, scale, fmt).numpy().tobytes() == bytes(content)
     with np.errstate(all="ignore"):
         wanted = gguf.dequantize(blocks.numpy(), KINDS[fmt])
     assert np.array_equal(values_of(codes, scale, fmt).numpy(), wanted, equal_nan=True)
@@ -53,7 +53,7 @@ def test_blocks_of_any_bytes_come_back(fmt, data):
 def test_every_d_comes_back(fmt):
     blocks = torch.randint(256, (1 << 16, block_bytes(fmt)), dtype=torch.uint8)
     blocks[:, :2] = torch.arange(1 << 16).to(torch.uint16).view(torch.uint8).reshape(-1, 2)
-    assert torch.equal(put_together(*take_apart(blocks, fmt), fmt), blocks)
+    assert torch.equal(join_blocks(*split_blocks(blocks, fmt), fmt), blocks)
 
 
 @both
@@ -96,6 +96,6 @@ def test_columns_that_cost_more_are_met_better():
 def test_nibbles_lie_as_ggml_has_them():
     codes = torch.arange(32, dtype=torch.int8).remainder(16) - 8
     blocks = gguf.quantize(codes.float().reshape(1, 32).numpy(), KINDS[Q4_0])
-    stored, scale = take_apart(torch.from_numpy(blocks), Q4_0)
+    stored, scale = split_blocks(torch.from_numpy(blocks), Q4_0)
     assert scale.item() == 1.0
     assert torch.equal(stored, pack_nibbles(codes.reshape(1, 32)))

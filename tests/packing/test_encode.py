@@ -16,7 +16,7 @@ from quantkit.checkpoint.verification import verify
 from quantkit.errors import ArtefactError, NonFiniteError, RecipeError
 from quantkit.models.source import open_model
 from quantkit.numerics.formats import FORMATS
-from quantkit.numerics.ggml_blocks import take_apart
+from quantkit.numerics.ggml_blocks import split_blocks
 from quantkit.numerics.granularity import parse_granularity
 from quantkit.numerics.least_error import choose_scale
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
@@ -88,7 +88,7 @@ def test_blocks_are_ggmls_but_for_the_last_bits_of_a_scale(tmp_path, name):
     kind = gguf.GGMLQuantizationType[name.upper()]
     for layer in ("a.fc", "a.point"):
         rows = small_tensors()[f"{layer}.weight"].float().flatten(1).numpy()
-        codes, scale = take_apart(torch.from_numpy(gguf.quantize(rows, kind)), fmt)
+        codes, scale = split_blocks(torch.from_numpy(gguf.quantize(rows, kind)), fmt)
         assert torch.equal(found[f"{layer}.weight_scale"], scale)
         # GGML rounds by d before it is a float16, quantkit by the d that is stored.
         mine = found[f"{layer}.weight"].reshape(codes.shape)

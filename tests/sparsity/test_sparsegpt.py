@@ -32,7 +32,7 @@ from quantkit.recipe.schema import Recipe
 from quantkit.recovery.obs_update import UpdatedTensors
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import load_masks, save_masks
-from quantkit.sparsity.sparsegpt import Surgeon, lost_share, settle_layer
+from quantkit.sparsity.sparsegpt import Surgeon, lost_share, prune_layer
 from quantkit.storage.digest import sha256_of
 from tests.support.pipelines import tiny_pipeline
 
@@ -110,7 +110,7 @@ def test_surgery_is_least_squares_on_the_inputs_with_a_bias():
     """Nothing that keeps the same weights makes less error on the inputs themselves."""
     x = inputs_of(32, 5)
     rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(2))
-    settled = settle_layer(rows, moments_of(x), TWO_OF_FOUR, bias=True)
+    settled = prune_layer(rows, moments_of(x), TWO_OF_FOUR, bias=True)
     output = x @ rows.T
     found = x @ settled.rows.T + settled.bias_change - output
     for row in range(4):
@@ -127,7 +127,7 @@ def test_surgery_is_least_squares_on_the_inputs_with_a_bias():
 def test_without_a_bias_the_mean_counts():
     x = inputs_of(32, 6)
     rows = torch.randn(4, 32)
-    settled = settle_layer(rows, moments_of(x), TWO_OF_FOUR, bias=False)
+    settled = prune_layer(rows, moments_of(x), TWO_OF_FOUR, bias=False)
     assert settled.bias_change is None
     found = x @ (settled.rows - rows).T
     share = float(found.square().sum() / (x @ rows.T).square().sum())
@@ -140,8 +140,8 @@ def test_the_error_is_that_on_rows_that_were_held_out(bias):
     x, other = inputs_of(256, 3)[:160], inputs_of(256, 3)[200:]
     rows = torch.randn(8, 256, generator=torch.Generator().manual_seed(2))
     held = HeldRows(other.bfloat16(), torch.ones(len(other)))
-    within = settle_layer(rows, moments_of(x), TWO_OF_FOUR, bias=bias)
-    settled = settle_layer(rows, replace(moments_of(x), held=held), TWO_OF_FOUR, bias=bias)
+    within = prune_layer(rows, moments_of(x), TWO_OF_FOUR, bias=bias)
+    settled = prune_layer(rows, replace(moments_of(x), held=held), TWO_OF_FOUR, bias=bias)
     assert torch.equal(settled.rows, within.rows)
     found = other @ (settled.rows - rows).T + (settled.bias_change if bias else 0)
     share = float(found.square().sum() / (other @ rows.T).square().sum())
@@ -453,7 +453,7 @@ def test_recovering_the_masks_of_a_file_is_the_same(pipeline, some, method, tmp_
     by_recipe = (model.path, *given, "--method", "obs", "-o", outputs[1])
     planned = recover(*by_recipe, "--dry-run")
     # a layer is computed for its mask, and not again for its weights
-    monkeypatch.setattr("quantkit.recovery.obs_update.settle_layer", None)
+    monkeypatch.setattr("quantkit.recovery.obs_update.prune_layer", None)
     layers = json.loads(recover(*by_recipe, "--json").stdout)["layers"]
     assert (
         planned.stdout == f"{sum(layer['chosen'] for layer in layers)} layers masked, 0 quantized\n"
@@ -497,7 +497,7 @@ def test_what_choosing_left_is_what_would_be_computed_again(
         model, recipe_with(method), None, surgeon=leaving, update=True, progress=silent
     )
     again = updated_by(model, masks, Surgeon(known[0], CPU))
-    monkeypatch.setattr("quantkit.recovery.obs_update.settle_layer", None)
+    monkeypatch.setattr("quantkit.recovery.obs_update.prune_layer", None)
     left = updated_by(model, masks, leaving)
     assert left.keys() == again.keys()
     assert all(torch.equal(left[name], again[name]) for name in again)
@@ -572,7 +572,7 @@ def test_the_error_is_that_of_a_convolutions_output(model, surgeon):
     windows = functional.unfold(x, 3).reshape(40, 32, 9, -1).permute(0, 3, 2, 1).reshape(-1, 288)
     weight = load_file(model.path / WEIGHTS)["conv.weight"].float()
     rows = to_rows(weight).contiguous()
-    settled = settle_layer(rows, moments_of(windows), TWO_OF_FOUR, bias=False)
+    settled = prune_layer(rows, moments_of(windows), TWO_OF_FOUR, bias=False)
     sparse = from_rows(settled.rows, weight.shape)
     change = functional.conv2d(x, sparse) - functional.conv2d(x, weight)
     share = float(change.square().sum() / functional.conv2d(x, weight).square().sum())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.packed_attention import CHILD
-from quantkit.inference.layers.torch_operators import is_unseen
+from quantkit.inference.layers.torch_operators import is_plain_call
 from quantkit.numerics.attention_factors import HeadFactors, head_factors
 from quantkit.numerics.attention_scales import SHAPES, AttentionScales
 from quantkit.pipelines.versions import Version, same_versions, version_of
@@ -62,7 +62,7 @@ def factors_of(module: Any, scales: AttentionScales, qk_format: str) -> HeadFact
     child = getattr(module, CHILD)
     if torch.compiler.is_compiling():
         return None
-    if not is_unseen(scales.key_mean):
+    if not is_plain_call(scales.key_mean):
         fixed: dict[str, HeadFactors] = vars(child).get(_FIXED, {})
         return fixed.get(qk_format)
     kept: FactorCache = vars(child).setdefault(_KEPT, FactorCache())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantkit.device.backends import is_free, sums_are_fast
 from quantkit.device.gpu.fixed import Addresses, Product, TwoKernels
 from quantkit.device.gpu.launcher import plain
-from quantkit.inference.layers.torch_operators import is_unseen
+from quantkit.inference.layers.torch_operators import is_plain_call
 
 Direct: TypeAlias = Product | TwoKernels
 #: Tensors of a layer; None for those that it has not.
@@ -64,7 +64,7 @@ def key_of(x: object, *others: Hashable) -> Hashable:
         x: the input.
         others: what else there is of a call.
     """
-    if is_unseen(x) and is_free():
+    if is_plain_call(x) and is_free():
         return (x.shape, x.dtype, x.get_device(), sums_are_fast(), *others)
     return None
 

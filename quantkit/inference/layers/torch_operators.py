@@ -59,12 +59,12 @@ def callable_of(op: Op, overload: Operator) -> Operator:
     run = runner(op)
 
     def operator(*arguments: Any) -> Any:
-        return run(*arguments) if is_unseen(arguments[0]) else overload(*arguments)
+        return run(*arguments) if is_plain_call(arguments[0]) else overload(*arguments)
 
     return operator
 
 
-def is_unseen(x: object) -> TypeGuard[Tensor]:
+def is_plain_call(x: object) -> TypeGuard[Tensor]:
     """Tell whether a call on a tensor is not traced, faked, profiled or differentiated."""
     return not (
         torch.compiler.is_compiling()
