@@ -21,12 +21,12 @@ class UnavailableError(Exception):
 class PreparedCall:
     """A function and what it is called with."""
 
-    function: Callable[..., object]
+    function: Callable[..., Any]
     operands: tuple[Any, ...]
     #: tensors that the function holds itself
     held: tuple[Tensor, ...] = ()
 
-    def __call__(self) -> object:
+    def __call__(self) -> Any:
         """Run it; timing drops the result."""
         return self.function(*self.operands)
 

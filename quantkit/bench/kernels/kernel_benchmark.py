@@ -91,7 +91,7 @@ def _run(  # noqa: PLR0917  the case, then the tools
     plan: TimingPlan,
     ceilings: Ceilings,
 ) -> list[BenchRow]:
-    problem = operation.problem(operation.op, shape, watch.device)  # type: ignore[arg-type]
+    problem = operation.problem(operation.op, shape, watch.device)
     checked = [_check(operation, contender, problem) for contender in contenders]
     problem.forget_expected()
     calls = {found.row.contender: found.call for found in checked if isinstance(found, _Right)}

@@ -2,7 +2,7 @@
 
 import inspect
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,12 +36,15 @@ class Problem:
 
     kind: ClassVar[type[AnyShape]] = Shape
 
-    def __init__(self, op: Op, shape: Shape, device: torch.device) -> None:
+    def __init__(self, op: Op, shape: AnyShape, device: torch.device) -> None:
         """Remember the operation and the shape; nothing is allocated yet."""
-        self.op, self.shape, self.device = op, shape, device
+        assert isinstance(shape, self.kind)
+        self.op, self.device = op, device
+        #: of the problem's kind
+        self.shape: Any = shape
 
     @staticmethod
-    def why_not(op: Op, shape: Shape) -> str:
+    def why_not(op: Op, shape: Any) -> str:
         """Return why no contender takes a shape; empty when they may."""
         if shape.k % op.k_multiple:
             return f"K {shape.k} is not a multiple of {op.k_multiple}"
@@ -91,7 +94,7 @@ class Problem:
     @property
     def summed(self) -> int:
         """Terms of a sum."""
-        return self.shape.summed
+        return int(self.shape.summed)
 
     @property
     def moved(self) -> float:
@@ -179,10 +182,9 @@ class AttentionProblem(Problem):
     """
 
     kind = AttentionShape
-    shape: AttentionShape  # type: ignore[assignment]
 
     @staticmethod
-    def why_not(op: Op, shape: AttentionShape) -> str:  # type: ignore[override]
+    def why_not(op: Op, shape: Any) -> str:
         """Return why no contender takes a shape; empty when they may."""
         del op
         if takes_heads(shape.head_size):
