@@ -22,7 +22,7 @@ int probe_loads(unsigned *x, unsigned *w, int k, int thread) {
   decltype(Loop::w) weights{};
   const int rows = 1 << 20;
   tokens.set_offsets({nullptr, nullptr, nullptr, rows, rows, k}, 0, thread);
-  weights.set_offsets(k, qk::Rows{rows}, thread);
+  weights.set_offsets(k, qk::ClampedRows{rows}, thread);
   for (int i = 0; i < tokens.kCount; ++i)
     x[i] = tokens.offsets[i];
   for (int i = 0; i < weights.w.kCount; ++i)

@@ -39,7 +39,7 @@ TOUCH = re.compile(
 def _portable():
     """Yield a kernel of every source that any NVIDIA card may run."""
     variants = variants_for(find_arch("sm_89"), default_variants())
-    yield from {variant.op.source: variant for variant in variants}.values()
+    yield from {(variant.op.source, variant.op.weights): variant for variant in variants}.values()
 
 
 def _hopper():

@@ -30,8 +30,9 @@ K = 4096
 
 
 def _probed():
-    """Yield a variant of each source and tile that passes through LDS; GEGLU's loop is GEMM's."""
-    for op in {op.source: op for op in OPS.values() if op.family in ("gemm", "conv")}.values():
+    """Yield a variant of each loop and tile that passes through LDS; GEGLU's loop is GEMM's."""
+    plain = (op for op in OPS.values() if op.family in ("gemm", "conv"))
+    for op in {(op.source, op.weights): op for op in plain}.values():
         for word in op.words("QK_TILE"):
             if tiles()[int(word[1:])].waves[2] == 1:
                 yield next(v for v in all_variants(op) if v.word("QK_TILE") == word)
@@ -101,7 +102,7 @@ def runs(addresses):
     return 1 + sum(b != a + 16 for a, b in pairwise(addresses))
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.op.source}-{v.word('QK_TILE')}")
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.symbol)
 def test_no_stores_of_codes_meet_in_a_bank(variant, probes):
     probe = probes(variant)
     x, w, positions = probe.stores()
@@ -115,7 +116,7 @@ def test_no_stores_of_codes_meet_in_a_bank(variant, probes):
     assert {*cycles(positions, 32, 4)} <= {2 if probe.w_pitch == 48 else 1}
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.op.source}-{v.word('QK_TILE')}")
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.symbol)
 def test_lanes_of_a_row_read_one_run_of_memory(variant, probes):
     probe = probes(variant)
     tile = tiles()[int(variant.word("QK_TILE")[1:])]
