@@ -104,6 +104,9 @@ class RecordedStep:
     #: cached results that the step reads, with their graph; None: there are none
     kept: KeptResults
     refresh: Recording | None
+    #: what an observed step reads of the host, and what was found in it; None: nothing observes it
+    tape: Any = None
+    found: Any = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Queue the step on the current stream.

@@ -24,6 +24,7 @@ from torch import nn
 from quantkit.errors import InputError
 from quantkit.models.attention_modules import denoisers_of
 from quantkit.pipelines.model_snapshot import Snapshot
+from quantkit.pipelines.observer import Observer, record_observed
 from quantkit.pipelines.recorded_step import Inputs, RecordedStep, agree, record, take_apart
 from quantkit.storage.jsonfile import short
 
@@ -97,6 +98,22 @@ def replay(model: Any, *, enabled: bool = True) -> Replaying:
 
 
 @contextmanager
+def observed(model: nn.Module, observer: Observer, hooks: AbstractSet[int]) -> Iterator[None]:
+    """Replay a denoiser's steps within the body, with what observes them.
+
+    Args:
+        model: a denoiser.
+        observer: takes something of every call.
+        hooks: ids of its hooks.
+    """
+    _install(model, observer, hooks)
+    try:
+        yield
+    finally:
+        _uninstall(model)
+
+
+@contextmanager
 def replayed(model: Any) -> Iterator[None]:
     """Replay the steps of a pipeline's denoisers within the body, where they are not already."""
     parts = denoisers_of(model).values()
@@ -110,8 +127,10 @@ def replayed(model: Any) -> Iterator[None]:
             _uninstall(part)
 
 
-def _install(model: nn.Module) -> "Step":
-    step = Step(model)
+def _install(
+    model: nn.Module, observer: Observer | None = None, hooks: AbstractSet[int] = frozenset()
+) -> "Step":
+    step = Step(model, observer, hooks)
     vars(model)["forward"] = step
     return step
 
@@ -129,8 +148,10 @@ def _uninstall(model: nn.Module) -> None:
 class Step:
     """The forward of a model whose steps are replayed."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, observer: Observer | None, hooks: AbstractSet[int]
+    ) -> None:
+        self._model, self._observer, self._hooks = model, observer, hooks
         #: the forward that this model has, where it has not its class'
         self.own = vars(model).get("forward")
         # Pipelines ask what a denoiser takes.
@@ -149,7 +170,8 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's forward returns, in tensors that later steps leave alone."""
-        if torch.compiler.is_compiling():
+        observer = self._observer
+        if torch.compiler.is_compiling() or (observer is not None and not observer.records):
             return self._forward(*args, **kwargs)
         if reason := why_not_now(self._model):
             return self._run(reason, args, kwargs)
@@ -168,13 +190,20 @@ class Step:
         if isinstance(recorded, str):
             return self._run(recorded, args, kwargs)
         if recorded is not None:
+            if self._observer is not None and not self._observer.choose(recorded.tape):
+                return self._run("layers were called differently often", args, kwargs)
             answer = recorded(inputs.tensors)
             if self._graphs.confirm(recorded):
+                if self._observer is not None:
+                    # At once: another recording may use this memory.
+                    self._observer.take(recorded.tape, recorded.found)
                 return answer
         return self._record(inputs, args, kwargs)
 
     def _record(self, inputs: Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reason = why_not(self._model)
+        reason = why_not(self._model, self._hooks)
+        if not reason and self._observer is not None:
+            return self._observe(inputs, self._observer)
         if not reason:
             try:
                 answer = self._graphs.record(self._model, self._forward, inputs)
@@ -182,10 +211,23 @@ class Step:
                 reason = f"cannot be recorded: {short(error, 160)}"
             else:
                 return answer
-        _logger.warning("replay: %s: %s", type(self._model).__name__, reason)
         answer = self._run(reason, args, kwargs)
-        self._graphs.refuse(self._model, inputs.key, reason)
+        self._refuse(inputs, reason)
         return answer
+
+    def _observe(self, inputs: Inputs, observer: Observer) -> Any:
+        """Return the answer of a call that is observed, and recorded where it can be."""
+        step, answer = record_observed(self._forward, inputs, self._graphs.pool, observer)
+        if isinstance(step, str):
+            self._refuse(inputs, step)
+        else:
+            self._graphs.keep(None, inputs.key, step)
+        return answer
+
+    def _refuse(self, inputs: Inputs, reason: str) -> None:
+        """Let such steps run eagerly until the model changes."""
+        _logger.warning("replay: %s: %s", type(self._model).__name__, reason)
+        self._graphs.keep(None if self._observer else self._model, inputs.key, reason)
 
     def _run(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._graphs.eager[reason] += 1
@@ -204,7 +246,8 @@ class _Graphs:
         #: or why there is none
         self._steps: OrderedDict[Hashable, RecordedStep | str] = OrderedDict()
         self._snapshot: Snapshot | None = None
-        self._pool: Any = None
+        #: memory that recordings share
+        self.pool: Any = None
         self._busy = threading.Lock()
         self.recorded = self.replayed = 0
         #: why steps ran eagerly -> how many
@@ -238,7 +281,7 @@ class _Graphs:
 
     def confirm(self, step: RecordedStep) -> bool:
         """Tell whether a step that was launched is still the model's, and count it if so."""
-        if self._snapshot is None or not self._snapshot.holds():
+        if self._snapshot is not None and not self._snapshot.holds():
             self.forget()
             return False
         step.note()
@@ -248,7 +291,7 @@ class _Graphs:
     def forget(self) -> None:
         """Free the recorded steps."""
         self._steps.clear()
-        self._snapshot = self._pool = None
+        self._snapshot = self.pool = None
 
     def record(self, model: nn.Module, forward: Callable[..., Any], inputs: Inputs) -> Any:
         """Run and record a step; return the model's answer.
@@ -256,24 +299,22 @@ class _Graphs:
         Raises:
             RuntimeError: it cannot be recorded, or does something else when it is launched.
         """
-        step, answer = record(forward, inputs, self._pool)
+        step, answer = record(forward, inputs, self.pool)
         if not agree(step(inputs.tensors), answer):
             raise RuntimeError("its answer is another one when it is launched again")
-        self._pool = step.step.pool
-        self._keep(model, inputs.key, step)
-        self.recorded += 1
+        self.keep(model, inputs.key, step)
         return answer
 
-    def refuse(self, model: nn.Module, key: Hashable, reason: str) -> None:
-        """Let such steps run eagerly until the model changes."""
-        self._keep(model, key, reason)
-
-    def _keep(self, model: nn.Module, key: Hashable, step: RecordedStep | str) -> None:
+    def keep(self, model: nn.Module | None, key: Hashable, step: RecordedStep | str) -> None:
+        """Keep a step, or why there is none, until the model changes; None: it does not."""
+        if not isinstance(step, str):
+            self.pool = step.step.pool
+            self.recorded += 1
         while len(self._steps) >= MOST:
             self._steps.popitem(last=False)
         self._steps[key] = step
         # After the call: models fill caches of their own in their first one.
-        self._snapshot = Snapshot(model)
+        self._snapshot = None if model is None else Snapshot(model)
 
     def __deepcopy__(self, memo: object) -> "_Graphs":
         return _Graphs()

@@ -14,10 +14,10 @@ from quantkit.calibration.moments.shared_moments import SharedInputs
 from quantkit.calibration.moments.timestep_weights import step_weights
 from quantkit.calibration.moments.token_rows import TokenRows, token_rows
 from quantkit.calibration.observing.layer_modules import find_modules
-from quantkit.calibration.observing.observed_step import replaying
 from quantkit.models.component_layers import Layer
 from quantkit.models.timestep import timestep_argument
 from quantkit.pipelines.batches import Batch
+from quantkit.pipelines.replay import observed
 from quantkit.recipe.calibration import CalibrationRecipe
 
 
@@ -119,7 +119,7 @@ class MomentCollector:
                 handles.append(module.register_forward_pre_hook(listen, with_kwargs=True))
             own = {handle.id for handle in handles}
             steps = scheduler is not None and self._modules
-            with replaying(self._model, self, own) if steps else nullcontext():
+            with observed(self._model, self, own) if steps else nullcontext():
                 yield
             self._end_call()
         finally:

@@ -20,7 +20,6 @@ from quantkit.calibration.observing.attention_accumulators import (
 from quantkit.calibration.observing.attention_observer import listening, observed_modules
 from quantkit.calibration.observing.graph_buffers import Found, RowShape, Tape
 from quantkit.calibration.observing.layer_modules import find_modules
-from quantkit.calibration.observing.observed_step import replaying
 from quantkit.calibration.observing.shared_input import Seen
 from quantkit.calibration.statistics.batch_peaks import Sizes
 from quantkit.calibration.statistics.fields import Tensors
@@ -36,6 +35,7 @@ from quantkit.errors import ModelError, NonFiniteError, RecipeError
 from quantkit.models.attention_modules import AttentionCall, Heads
 from quantkit.models.component_layers import Layer
 from quantkit.models.timestep import bucket_of, timestep_argument
+from quantkit.pipelines.replay import observed
 
 
 class Collector:
@@ -133,7 +133,7 @@ class Collector:
             own = {handle.id for handle in handles}
             with (
                 listening(self._attention_modules, self._attend),
-                replaying(self.denoiser, self, own),
+                observed(self.denoiser, self, own),
             ):
                 yield
             self.check()
