@@ -5,6 +5,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from quantkit.errors import ModelError, RecipeError
+
 #: What denoisers call it: nearly all, HiDream, Stable Cascade, Z-Image.
 NAMES = ("timestep", "timesteps", "timestep_ratio", "t")
 
@@ -33,3 +35,39 @@ def timestep_argument(
 def bucket_of(timestep: float, edges: Sequence[float]) -> int:
     """Return the bucket: how many of the ascending edges are at most ``timestep``."""
     return bisect_right(edges, timestep)
+
+
+def split_schedule(scheduler: Any, first: float, buckets: int) -> tuple[float, ...]:
+    """Return the edges that give every bucket the same number of steps, give or take one.
+
+    Args:
+        scheduler: of diffusers, its timesteps set.
+        first: the timestep of the first call. Its ratio to the scheduler's first one is the unit
+            that the denoiser is called in: 1 for SD, 1 / 1000 for Flux.
+        buckets: how many.
+
+    Returns:
+        buckets - 1 ascending timesteps, each halfway between two steps, in the denoiser's unit.
+
+    Raises:
+        RecipeError: fewer distinct steps than buckets.
+        ModelError: the denoiser is not called with a multiple of the scheduler's timesteps.
+    """
+    if buckets == 1:
+        return ()
+    steps = [float(step) for step in scheduler.timesteps]
+    unit = first / steps[0] if steps[0] else 0.0
+    if unit <= 0:
+        raise ModelError(
+            f"the denoiser is called with timestep {first:g}, but the scheduler says "
+            f"{steps[0]:g}, so calls cannot be sorted into timestep buckets; set "
+            "calibration.buckets to 1"
+        )
+    distinct = sorted(set(steps))
+    if len(distinct) < buckets:
+        raise RecipeError(
+            f"calibration.buckets {buckets}: the schedule has {len(distinct)} steps; take fewer "
+            "buckets or more steps"
+        )
+    cuts = [round(i * len(distinct) / buckets) for i in range(1, buckets)]
+    return tuple(unit * (distinct[cut - 1] + distinct[cut]) / 2 for cut in cuts)

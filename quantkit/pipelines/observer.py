@@ -36,20 +36,20 @@ class Observer(Protocol):
     def pending(self) -> Finding:
         """Findings of a call that ran eagerly, not yet added."""
 
-    def tape(self) -> Any:
+    def make_buffers(self) -> Any:
         """Return what recordings of calls like the last one read of the host.
 
         Raises:
             RuntimeError: such a call cannot be recorded.
         """
 
-    def onto(self, tape: Any) -> AbstractContextManager[Finding]:
+    def onto(self, buffers: Any) -> AbstractContextManager[Finding]:
         """Let what a call finds be returned and not added, within the body."""
 
-    def choose(self, tape: Any) -> bool:
+    def choose(self, buffers: Any) -> bool:
         """Decide what the next launch reads; False: it cannot be launched now."""
 
-    def take(self, tape: Any, found: Any) -> None:
+    def take(self, buffers: Any, found: Any) -> None:
         """Add what a launch has found."""
 
 
@@ -86,10 +86,10 @@ def _recorded(
     Raises:
         RuntimeError: it cannot be, or finds something else when it is launched.
     """
-    tape, found = observer.tape(), list[Finding]()
+    buffers, found = observer.make_buffers(), list[Finding]()
 
     def observed() -> tuple[Any, list[Tensor]]:
-        with observer.onto(tape) as seen:
+        with observer.onto(buffers) as seen:
             output = run()
         found.append(seen)
         return output, seen.tensors()
@@ -97,7 +97,7 @@ def _recorded(
     step = recorded_step.capture(observed, mine[0].device, pool)
     output, tensors = step.output
     recorded = RecordedStep(
-        mine, replace(step, output=output), KeptResults(()), None, tape, found[0]
+        mine, replace(step, output=output), KeptResults(()), None, buffers, found[0]
     )
     if not agree((recorded(mine), tensors), (answer, observer.pending.tensors())):
         raise RuntimeError("it finds something else when it is launched again")

@@ -105,7 +105,7 @@ class RecordedStep:
     kept: KeptResults
     refresh: Recording | None
     #: what an observed step reads of the host, and what was found in it; None: nothing observes it
-    tape: Any = None
+    buffers: Any = None
     found: Any = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:

@@ -190,13 +190,13 @@ class Step:
         if isinstance(recorded, str):
             return self._run(recorded, args, kwargs)
         if recorded is not None:
-            if self._observer is not None and not self._observer.choose(recorded.tape):
+            if self._observer is not None and not self._observer.choose(recorded.buffers):
                 return self._run("layers were called differently often", args, kwargs)
             answer = recorded(inputs.tensors)
             if self._graphs.confirm(recorded):
                 if self._observer is not None:
                     # At once: another recording may use this memory.
-                    self._observer.take(recorded.tape, recorded.found)
+                    self._observer.take(recorded.buffers, recorded.found)
                 return answer
         return self._record(inputs, args, kwargs)
 

@@ -316,7 +316,7 @@ def test_merged_halves_are_the_whole_run(sd, sd_calibration):
     masked = replace(halves["b"], attention={"unet": some})
     assert merge({**halves, "b": masked}).attention["unet"].keys() == whole.keys()
     odd = replace(halves["b"], attention={"unet": {next(iter(whole)): attention_statistics()}})
-    with pytest.raises(ArtefactError, match=r"has heads of \(3, 8\), wanted"):
+    with pytest.raises(ArtefactError, match=r"has heads of \(3, 8\), expected"):
         merge({**halves, "b": odd})
 
 

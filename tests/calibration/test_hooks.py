@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.calibration.observing.hooks import Collector, split_schedule
+from quantkit.calibration.observing.hooks import Collector
 from quantkit.calibration.statistics.sampling import SAMPLE_ROWS
 from quantkit.errors import ModelError, NonFiniteError, RecipeError
-from quantkit.models.timestep import bucket_of
+from quantkit.models.timestep import bucket_of, split_schedule
 from quantkit.numerics.histogram import BINS
 from tests.support.observed import LAYERS, Denoiser, Scheduler, layer_of, observe, statistics_of
 
@@ -77,7 +77,7 @@ def test_hooks_are_gone_when_the_work_fails():
     ("layer", "message"),
     [
         (layer_of("none", "linear", (8, 8)), "the model that was built has no module none"),
-        (layer_of("late", "conv2d", (8, 8, 1, 1)), "late: found Linear, wanted Conv2d"),
+        (layer_of("late", "conv2d", (8, 8, 1, 1)), "late: found Linear, expected Conv2d"),
         (layer_of("late", "linear", (8, 9)), r"late: found Linear, .* \(8, 9\)"),
     ],
     ids=["missing", "kind", "shape"],

@@ -5,7 +5,7 @@ import torch
 
 from quantkit.calibration.observing import shared_input
 from quantkit.calibration.observing.hooks import Collector
-from quantkit.calibration.observing.shared_input import Seen
+from quantkit.calibration.observing.shared_input import MeasuredInput
 from quantkit.calibration.statistics.input_measure import _chunks, measure
 from quantkit.device.backends import Backend, use
 from quantkit.numerics.histogram import BINS, bin_edges
@@ -131,7 +131,7 @@ def test_odd_layouts_are_torchs(either_core):
 
 def test_layers_of_one_input_share_what_is_known():
     x = torch.randn(4, 6)
-    seen = Seen.of(x, -1)
+    seen = MeasuredInput.of(x, -1)
     assert seen.is_of(x, -1)
     assert seen.is_of(x.detach(), -1)
     assert not seen.is_of(x, 0)
@@ -141,7 +141,7 @@ def test_layers_of_one_input_share_what_is_known():
     assert not seen.is_of(x, -1)
     with torch.inference_mode():
         unknown = torch.randn(4, 6)
-        assert not Seen.of(unknown, -1).is_of(unknown, -1)
+        assert not MeasuredInput.of(unknown, -1).is_of(unknown, -1)
 
 
 class Heads(torch.nn.Module):

@@ -106,15 +106,18 @@ def with_layers(part, names):
 FIRST = "mid_block.attentions.0.proj_in"
 
 OTHERS = {
-    "components": (renamed, "b: components transformer, wanted unet as in a;"),
-    "edges": (lambda p: replace(p, edges=(500.5,)), r"b: bucket edges 500\.5, wanted .* as in a;"),
+    "components": (renamed, "b: components transformer, expected unet as in a;"),
+    "edges": (
+        lambda p: replace(p, edges=(500.5,)),
+        r"b: bucket edges 500\.5, expected .* as in a;",
+    ),
     "steps": (
         lambda p: replace(p, metadata=replace(p.metadata, steps=5)),
-        "b: steps 5, wanted 4 as in a;",
+        "b: steps 5, expected 4 as in a;",
     ),
     "guidance": (
         lambda p: replace(p, metadata=replace(p.metadata, guidance=1.0)),
-        "b: guidance 1.0, wanted None as in a;",
+        "b: guidance 1.0, expected None as in a;",
     ),
     "model": (
         lambda p: with_digest(p, FIRST, "0" * 64),

@@ -95,9 +95,9 @@ def test_replayed_steps_give_the_same_statistics(name, errors_from, on_cpu, monk
 def test_rows_of_the_next_step_are_drawn_while_this_one_runs(on_cpu, monkeypatch):
     drawn, choose = [], Collector.choose
 
-    def counted(collector, tape):
+    def counted(collector, buffers):
         before = draw_candidates.cache_info().misses
-        found = choose(collector, tape)
+        found = choose(collector, buffers)
         drawn.append(draw_candidates.cache_info().misses > before)
         return found
 

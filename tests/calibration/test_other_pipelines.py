@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.calibration.observing.hooks import split_schedule
 from quantkit.errors import ModelError
-from quantkit.models.timestep import timestep_argument
+from quantkit.models.timestep import split_schedule, timestep_argument
 from quantkit.pipelines.running import quiet_libraries
 from quantkit.recipe.load import load_recipe
 from tests.support.pipelines import tiny_wan_pipeline

@@ -282,7 +282,7 @@ CHANGES = {
 @pytest.mark.parametrize(("options", "message"), CHANGES.values(), ids=CHANGES)
 def test_run_with_other_settings_is_not_gone_on_with(arguments, interrupted, options, message):
     if "-r" in options:
-        options = ("-r", str(_recipe_that_keeps_less(interrupted.parent)))
+        options = ("-r", str(_recipe_of_fewer_layers(interrupted.parent)))
     error = invoke(arguments, interrupted, "--resume", *options).exception
     assert isinstance(error, ArtefactError)
     with pytest.raises(ArtefactError, match=message):
@@ -290,9 +290,9 @@ def test_run_with_other_settings_is_not_gone_on_with(arguments, interrupted, opt
     assert not interrupted.exists()
 
 
-def _recipe_that_keeps_less(folder):
+def _recipe_of_fewer_layers(folder):
     path = Path(folder) / "other.yaml"
-    path.write_text('name: other\nkeep: ["mid_block.*"]\n')
+    path.write_text('name: other\nnot_layers: ["mid_block.*"]\n')
     return path
 
 

@@ -75,7 +75,7 @@ def collect_hessians(
     """
     chosen = tuple(prompts[: recipe.calibration.prompts])
     if not chosen:
-        raise PromptError("no prompts, wanted at least one")
+        raise PromptError("no prompts, expected at least one")
     refuse_component(model)
     place = choose_device(device)
     layers = moment_layers(model, recipe)

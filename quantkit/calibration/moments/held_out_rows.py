@@ -1,4 +1,4 @@
-"""Rows that the moments were not taken from: what an update of the weights has never seen.
+"""Held-out rows: inputs that the moments were not taken from, nor weights fitted to.
 
 Weights that make up for others are fitted to the moments, and a layer of more columns than the
 pictures say apart fits them too well: with 12 prompts of 20 steps the error of the demo's
@@ -43,7 +43,7 @@ def hold_out(prompts: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 @dataclass(frozen=True, eq=False)
 class HeldRows:
-    """What one layer read in the prompts that were held out."""
+    """Rows that one layer read in the prompts that were held out."""
 
     #: bfloat16 (R, K)
     rows: Tensor

@@ -1,4 +1,4 @@
-"""What a layer multiplies, drawn from what it is given: rows of a Linear, windows of a Conv2d."""
+"""Rows that a layer multiplies, drawn from its input: those of a Linear, windows of a Conv2d."""
 
 from collections.abc import Callable, Iterator
 
@@ -31,7 +31,7 @@ def read_rows(
     if isinstance(module.padding, str) or module.padding_mode != "zeros" or module.groups != 1:
         raise ModelError(
             f"{where}: padding {module.padding!r} in mode {module.padding_mode}, {module.groups} "
-            "groups, wanted zero padding and one group; keep the layer in 16 bit"
+            "groups, expected zero padding and one group; keep the layer in 16 bit"
         )
     taps = module.weight[0].numel()
     step = max(1, _WINDOW_ELEMENTS // (taps * values.shape[-2] * values.shape[-1]))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.moments.moment_sums import MomentSum, MomentTape, Summed
+from quantkit.calibration.moments.moment_sums import MomentBuffers, MomentSum, Summed
 from quantkit.calibration.moments.moments import Moments
 from quantkit.calibration.moments.shared_moments import SharedInputs
 from quantkit.calibration.moments.timestep_weights import step_weights
@@ -22,8 +22,8 @@ from quantkit.recipe.calibration import CalibrationRecipe
 
 
 @dataclass(frozen=True, eq=False)
-class MomentsFound:
-    """What was found in one call, and is to be added, by the layer that it is summed up for."""
+class MomentFindings:
+    """Findings of one call that are to be added, by the layer that they are summed up for."""
 
     seen: dict[str, Summed] = field(default_factory=dict)
 
@@ -71,9 +71,9 @@ class MomentCollector:
         #: rows of each picture to keep of a call; None: calls are summed
         self._holding: int | None = None
         #: in this call: added up when it is over
-        self._found = MomentsFound()
+        self._found = MomentFindings()
         #: of a call that is being recorded
-        self._tape: MomentTape | None = None
+        self._buffers: MomentBuffers | None = None
         #: the recipe's batches that run at once
         self._at_once = 1
         self.calls = 0
@@ -145,15 +145,15 @@ class MomentCollector:
 
     @property
     def records(self) -> bool:
-        """Whether calls are summed: rows that are held are copied off the device."""
+        """True when calls are summed: rows that are held are copied off the device."""
         return self._holding is None
 
     @property
-    def pending(self) -> MomentsFound:
-        """What was found in this call, and is not yet added."""
+    def pending(self) -> MomentFindings:
+        """Findings of this call that are not yet added."""
         return self._found
 
-    def tape(self) -> MomentTape:
+    def make_buffers(self) -> MomentBuffers:
         """Return what recordings of calls like this one read.
 
         Raises:
@@ -162,31 +162,31 @@ class MomentCollector:
         if not self._found.seen:
             raise RuntimeError("no layer is called in it")
         device = next(self._model.parameters()).device
-        return MomentTape([self._sums[name] for name in self._found.seen], device)
+        return MomentBuffers([self._sums[name] for name in self._found.seen], device)
 
     @contextmanager
-    def onto(self, tape: MomentTape) -> Iterator[MomentsFound]:
+    def onto(self, buffers: MomentBuffers) -> Iterator[MomentFindings]:
         """Let what a call finds be returned and not added, but for products, within the body."""
         self._end_reads()
-        before, self._found, self._tape = self._found, MomentsFound(), tape
+        before, self._found, self._buffers = self._found, MomentFindings(), buffers
         try:
             with ExitStack() as stack:
-                for sums, _, places in tape.groups:
+                for sums, _, places in buffers.groups:
                     for total in sums:
                         stack.enter_context(total.reading(places))
                 yield self._found
             self._end_reads()
         finally:
-            self._found, self._tape = before, None
+            self._found, self._buffers = before, None
 
-    def choose(self, tape: MomentTape) -> bool:
+    def choose(self, buffers: MomentBuffers) -> bool:
         """Draw the rows of the next launch; False where layers no longer draw the same."""
-        return tape.write(self._weight)
+        return buffers.write(self._weight)
 
-    def take(self, tape: MomentTape, found: MomentsFound) -> None:
+    def take(self, buffers: MomentBuffers, found: MomentFindings) -> None:
         """Add what a launch has found."""
-        del tape
-        self._found = MomentsFound(dict(found.seen))
+        del buffers
+        self._found = MomentFindings(dict(found.seen))
         self._settle()
 
     def _sum_of(self, layer: str) -> MomentSum:
@@ -215,7 +215,7 @@ class MomentCollector:
         if self._holding is not None:
             total.hold(values, self._weight, self._holding)
             return
-        seen = total.look(values, self._weight if self._tape is None else self._tape.weight)
+        seen = total.look(values, self._weight if self._buffers is None else self._buffers.weight)
         before = self._found.seen.get(layer)
         self._found.seen[layer] = seen if before is None else before.plus(seen)
 

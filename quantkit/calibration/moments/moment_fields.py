@@ -1,4 +1,4 @@
-"""The tensors of a layer's second moments, and what they must be, whoever wrote their file.
+"""Tensors of a layer's second moments, and the checks that a file of them has to pass.
 
 A checksum says that a file is as it was written, not that it was written well. What slips through
 here would end as codes that are NaN, or as weights that nobody asked for.

@@ -32,7 +32,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class HessianIndex:
-    """How the moments were taken, and of which weights."""
+    """Settings that the moments were taken with, and checksums of the weights."""
 
     #: SHA-256 of each layer's source weight, by component and layer
     digests: dict[str, dict[str, str]]
@@ -72,7 +72,7 @@ class Hessians:
 
     @cached_property
     def missing(self) -> tuple[tuple[str, str], ...]:
-        """What has no file yet."""
+        """Layers that have no file yet."""
         return tuple(name for name in self.index.names() if not self.file_of(*name).is_file())
 
     def file_of(self, component: str, layer: str) -> Path:
@@ -107,22 +107,22 @@ class Hessians:
             ArtefactError: not there, damaged, or of another model.
         """
         stored = find_component(component.name, tuple(self.index.digests), "hessians")
-        wanted = self.index.digests[stored].get(layer.name)
-        if wanted is None:
+        expected = self.index.digests[stored].get(layer.name)
+        if expected is None:
             raise ArtefactError(
                 f"{self.path}: no layer {layer.name}; collect the hessians with the same recipe"
             )
-        if digest is not None and digest != wanted:
+        if digest is not None and digest != expected:
             raise ArtefactError(
                 f"{self.path}: {layer.name} had other weights (checksum {digest[:12]} now, "
-                f"{wanted[:12]} then); collect the hessians of this model"
+                f"{expected[:12]} then); collect the hessians of this model"
             )
         file = self.file_of(stored, layer.name)
         tensors, about = read_artefact(file, _KIND)
         with parsing(file, cure="delete it and collect the hessians of this model again"):
             then, rows = str(about["source_digest"]), about["rows"]
-            if then != wanted:
-                raise ValueError(f"of weights {then[:12]}, expected {wanted[:12]}")
+            if then != expected:
+                raise ValueError(f"of weights {then[:12]}, expected {expected[:12]}")
             if type(rows) is not int or rows < 1:
                 raise ValueError(f"rows {rows!r:.40}, expected the number of rows seen, at least 1")
             check_fields(layer.name, tensors, FIELDS, {"K": layer.k})

@@ -28,7 +28,7 @@ _LEAST_ROWS = 16
 
 @dataclass(frozen=True, eq=False)
 class Summed:
-    """What one input adds, but for the products, which are added already."""
+    """Sums over one input, but for the products, which are added already."""
 
     #: float64 (K,), of the rows
     columns: Tensor
@@ -156,8 +156,8 @@ class MomentSum:
         return HeldRows(rows.contiguous(), torch.cat(weights))
 
 
-class MomentTape:
-    """What a recorded call reads: what it weighs, and which rows are looked at."""
+class MomentBuffers:
+    """Buffers that a recorded call reads: its weight, and the rows that are looked at."""
 
     def __init__(self, sums: Sequence[MomentSum], device: torch.device) -> None:
         """Begin with a weight of zero, and the rows of the call that was just run.

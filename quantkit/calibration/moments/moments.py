@@ -19,7 +19,7 @@ from quantkit.numerics.obs import output_error
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """What one layer read, weighted over the timesteps."""
+    """Moments of what one layer read, weighted over the timesteps."""
 
     #: float32 (K, K), E[x x^T], symmetric
     second: Tensor
@@ -98,7 +98,7 @@ def group_layers(layers: Sequence[Layer], memory: float) -> tuple[tuple[Layer, .
         if need > memory:
             raise RecipeError(
                 f"{layer.name}: K {layer.k}: its second moment takes {need / 2**30:.3g} GiB, "
-                f"wanted at most {memory / 2**30:g}; give more memory",
+                f"expected at most {memory / 2**30:g}; give more memory",
                 fields=("memory",),
             )
         if need > free:

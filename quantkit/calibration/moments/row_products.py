@@ -1,4 +1,4 @@
-"""Sums of products of rows, x x', and which rows are looked at: shared by layers of one shape."""
+"""Sums of products of rows, x x', and draws of rows that layers of one shape share."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +17,7 @@ _PANELS, _SMALL = (640, 1280), 2880
 
 
 class Products:
-    """What the rows of one call add to a symmetric matrix, of which the lower half counts."""
+    """Products of one call's rows, added to a symmetric matrix of which the lower half counts."""
 
     def __init__(self, second: Tensor, weight: float | Tensor) -> None:
         """Begin with no rows.

@@ -1,4 +1,4 @@
-"""Which layers read the same input in every call, as queries, keys and values do."""
+"""Groups of layers that read the same input in every call, as queries, keys and values do."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass

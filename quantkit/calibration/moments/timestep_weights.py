@@ -1,4 +1,4 @@
-"""How much a step of the schedule counts: what an error of the denoiser there does to the sample.
+"""Weights of a schedule's steps: the effect of an error of the denoiser there on the sample.
 
 A scheduler's step is linear in the denoiser's answer, so the final sample is a linear function of
 all answers. The weight of step i is the square of its coefficient: an error of variance 1 in that

@@ -1,4 +1,4 @@
-"""Which tokens of prompts second moments of text encoders are taken from."""
+"""Tokens of prompts that second moments of text encoders are taken from."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Which rows of what a text encoder's layers read are looked at."""
+    """Rows that are looked at, of those that a text encoder's layers read."""
 
     #: (batch, tokens)
     shape: torch.Size

@@ -1,4 +1,4 @@
-"""The running sums of what layers read, on their device, and what they come to.
+"""Running sums over the inputs of layers, on their device.
 
 A call's inputs are added all at once: one by one, launching the additions takes a GPU's host longer
 than the denoiser does.

@@ -1,4 +1,4 @@
-"""The running sums of attention modules, on their device, and what they come to.
+"""Running sums of attention modules, on their device.
 
 As those of layers, sums of a call are added all at once.
 """
@@ -19,7 +19,7 @@ from quantkit.numerics.attention_limits import takes_heads
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What was found of one call of a module; H heads of D columns."""
+    """Findings of one call of a module; H heads of D columns."""
 
     #: of q, k and v, each (H, D) in their dtype
     low: list[Tensor]

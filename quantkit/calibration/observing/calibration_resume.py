@@ -1,4 +1,4 @@
-"""What is kept of a calibration while it runs, so that one that was killed can go on."""
+"""Partial calibrations, kept while one runs, so that one that was killed can go on."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class PartialSums:
 
     #: by component and layer, in the order of first calls
     sums: Tables
-    #: by component and attention module, likewise
+    #: by component and attention module, in the same order
     attention: Tables
     edges: tuple[float, ...]
     #: calls of the denoiser per bucket
@@ -62,7 +62,7 @@ def _come_to(
 
 @dataclass(frozen=True)
 class PartialFile:
-    """The partial calibration of one process, beside the output."""
+    """The partial calibration of one process, in the folder of the output."""
 
     output: Path
     processes: Processes
@@ -71,7 +71,7 @@ class PartialFile:
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """The file."""
         of = f"{self.processes.rank + 1}-of-{self.processes.count}"
         return self.output.parent / f".{self.output.name}.part-{of}"
 
@@ -96,12 +96,12 @@ class PartialFile:
             return PartialSums(sums, attention, edges, calls, int(about["batches"]), at_once)
 
     def _refuse_others(self, found: Mapping[str, Any]) -> None:
-        wanted = json.loads(json.dumps(dict(self.facts)))
-        for name in {**wanted, **found}:
-            if found.get(name) != wanted.get(name):
+        facts = json.loads(json.dumps(dict(self.facts)))
+        for name in {**facts, **found}:
+            if found.get(name) != facts.get(name):
                 raise ArtefactError(
                     f"{self.path}: {name} was {_short(found.get(name))} and is "
-                    f"{_short(wanted.get(name))}; resume with the same settings, or do not resume",
+                    f"{_short(facts.get(name))}; resume with the same settings, or do not resume",
                     fields=("resume",),
                 )
 
@@ -132,14 +132,14 @@ class PartialFile:
 
 
 def others(output: Path) -> list[Path]:
-    """Return all partial calibrations beside an output."""
+    """Return all partial calibrations of an output."""
     prefix = f".{output.name}.part-"
     return sorted(p for p in output.parent.glob(".*") if p.name.startswith(prefix))
 
 
 @dataclass
 class WriteInterval:
-    """When it is time to write again."""
+    """Intervals between writes."""
 
     _due: float = field(default_factory=lambda: monotonic() + _PAUSE)
 

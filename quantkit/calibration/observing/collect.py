@@ -86,11 +86,11 @@ def calibrate_share(
     progress: Progress,
     note: Callable[[str], None],
 ) -> tuple[Calibration | None, PartialFile]:
-    """Calibrate in one of several processes, keeping what is done beside the output.
+    """Calibrate in one of several processes, keeping what is done in the output's folder.
 
     Args:
         run: the same in every process.
-        output: where the calibration will be written; partial ones lie beside it.
+        output: where the calibration will be written; partial ones lie in its folder.
         processes: each takes a run of whole batches.
         resume: go on with what a run that was killed had kept.
         progress: told of weights hashed and of this process's denoiser calls.
@@ -140,7 +140,7 @@ def layers_to_pack(component: Component, recipe: Recipe) -> tuple[Layer, ...]:
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """What is calibrated, and how."""
+    """A model to calibrate, and the settings."""
 
     model: Model
     recipe: Recipe
@@ -162,7 +162,7 @@ class CalibrationRun:
             PromptError: there are none.
         """
         if not self.texts:
-            raise PromptError("no prompts, wanted at least one")
+            raise PromptError("no prompts, expected at least one")
         return self.texts[: self.settings.prompts]
 
     @property
@@ -216,10 +216,10 @@ def _read_kept(
         found = kept.read()
     if any(processes.exchange(found is not None)):
         return found
-    if beside := ", ".join(path.name for path in others(kept.output)):
+    if parts := ", ".join(path.name for path in others(kept.output)):
         raise ArtefactError(
             f"{kept.output}: no partial calibration of {processes.count} processes to resume, "
-            f"found {beside}; start as many processes as before, or do not resume",
+            f"found {parts}; start as many processes as before, or do not resume",
             fields=("resume",),
         )
     if processes.is_first:

@@ -1,4 +1,4 @@
-"""What observers find in one call of a denoiser, and what they read of the host in a recorded one.
+"""Findings of one call of a denoiser, and the buffers of the host that a recorded one reads.
 
 A recorded call launches the same kernels again: which rows are sampled, and where they go, is drawn
 on the host, and copied to where its kernels read it.
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quantkit.calibration.observing.attention_accumulators import Attended
-from quantkit.calibration.observing.shared_input import Seen
+from quantkit.calibration.observing.shared_input import MeasuredInput
 from quantkit.calibration.statistics.input_measure import Measured
 from quantkit.calibration.statistics.sampling import (
     SAMPLE_ROWS,
@@ -29,8 +29,8 @@ RowShape = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """What was found in one call, and is to be added."""
+class CallFindings:
+    """Findings of one call that are to be added."""
 
     #: by layer
     inputs: dict[str, Measured] = field(default_factory=dict)
@@ -53,8 +53,8 @@ class Found:
         self.attended.clear()
 
 
-class Tape:
-    """What a recorded call reads: the rows that are drawn, and where each layer keeps them."""
+class GraphBuffers:
+    """Buffers that a recorded call reads: drawn rows, and the slots where each layer keeps them."""
 
     def __init__(self, shapes: Mapping[str, RowShape], buckets: int, device: torch.device) -> None:
         """Begin with rows that no layer keeps.
@@ -102,7 +102,7 @@ class Tape:
         self._buffer.copy_(torch.from_numpy(host), non_blocking=True)
 
     def sample(
-        self, layer: str, values: Tensor, seen: Seen, module: nn.Module, sample: Reservoir
+        self, layer: str, values: Tensor, seen: MeasuredInput, module: nn.Module, sample: Reservoir
     ) -> None:
         """Keep the drawn rows of a layer's input."""
         shape = self.shapes[layer]

@@ -18,9 +18,9 @@ from quantkit.calibration.observing.attention_accumulators import (
     add_attended,
 )
 from quantkit.calibration.observing.attention_observer import listening, observed_modules
-from quantkit.calibration.observing.graph_buffers import Found, RowShape, Tape
+from quantkit.calibration.observing.graph_buffers import CallFindings, GraphBuffers, RowShape
 from quantkit.calibration.observing.layer_modules import find_modules
-from quantkit.calibration.observing.shared_input import Seen
+from quantkit.calibration.observing.shared_input import MeasuredInput
 from quantkit.calibration.statistics.batch_peaks import Sizes
 from quantkit.calibration.statistics.fields import Tensors
 from quantkit.calibration.statistics.layer_statistics import LayerStatistics
@@ -31,10 +31,10 @@ from quantkit.calibration.statistics.sampling import (
     draw_candidates,
     row_count,
 )
-from quantkit.errors import ModelError, NonFiniteError, RecipeError
+from quantkit.errors import ModelError, NonFiniteError
 from quantkit.models.attention_modules import AttentionCall, Heads
 from quantkit.models.component_layers import Layer
-from quantkit.models.timestep import bucket_of, timestep_argument
+from quantkit.models.timestep import bucket_of, split_schedule, timestep_argument
 from quantkit.pipelines.replay import observed
 
 
@@ -85,14 +85,14 @@ class Collector:
         self._averaged = torch.empty(0, dtype=torch.int64)
         self._flag_places: dict[tuple[str, ...], Tensor] = {}
         #: in this call: added up when it is over, or a layer or module is called again
-        self._found = Found()
+        self._found = CallFindings()
         self._again = False
         #: of what layers read in this call
         self._shapes: dict[str, RowShape] = {}
         #: of a call that is being recorded
-        self._tape: Tape | None = None
+        self._buffers: GraphBuffers | None = None
         #: of the last input of a layer
-        self._seen: Seen | None = None
+        self._last_input: MeasuredInput | None = None
         self._bucket = 0
         self._timestep = 0.0
 
@@ -147,7 +147,7 @@ class Collector:
         Raises:
             NonFiniteError: naming the layer and the step.
         """
-        self._seen = None
+        self._last_input = None
         self._flag_layers()
         if self._bad is not None:
             self._refuse_bad(self._bad.tolist())
@@ -179,7 +179,7 @@ class Collector:
         return {name: sums.taken() for name, sums in self._sums.items()}
 
     def taken_attention(self) -> dict[str, dict[str, Tensor]]:
-        """Return the sums so far of every attention module that was called, likewise."""
+        """Return the sums so far of every attention module that was called."""
         self._settle()
         return {name: sums.taken() for name, sums in self._attention_sums.items()}
 
@@ -197,7 +197,7 @@ class Collector:
         """
         device = next(self.denoiser.parameters()).device
         if len(calls) != len(self.calls) or len(edges) + 1 != len(calls):
-            raise ValueError(f"{len(calls)} buckets, wanted {len(self.calls)}")
+            raise ValueError(f"{len(calls)} buckets, expected {len(self.calls)}")
         self.calls, self.edges = list(calls), edges
         for layer, found in sums.items():
             self._sums_of(layer, device).put(found)
@@ -211,11 +211,11 @@ class Collector:
         return True
 
     @property
-    def pending(self) -> Found:
-        """What was found in this call, and is not yet added."""
+    def pending(self) -> CallFindings:
+        """Findings of this call that are not yet added."""
         return self._found
 
-    def tape(self) -> Tape:
+    def make_buffers(self) -> GraphBuffers:
         """Return what recordings of calls like this one read.
 
         Raises:
@@ -227,20 +227,25 @@ class Collector:
             raise RuntimeError("no layer is called in it")
         if self._calls_of(self._shapes) is None:
             raise RuntimeError("some layers were called less often than others")
-        return Tape(self._shapes, len(self.calls), next(self.denoiser.parameters()).device)
+        return GraphBuffers(self._shapes, len(self.calls), next(self.denoiser.parameters()).device)
 
     @contextmanager
-    def onto(self, tape: Tape) -> Iterator[Found]:
+    def onto(self, buffers: GraphBuffers) -> Iterator[CallFindings]:
         """Let what a call finds be returned and not added, within the body."""
-        before, self._found, self._tape, self._seen = self._found, Found(), tape, None
+        before, self._found, self._buffers, self._last_input = (
+            self._found,
+            CallFindings(),
+            buffers,
+            None,
+        )
         try:
             yield self._found
         finally:
-            self._found, self._tape, self._seen = before, None, None
+            self._found, self._buffers, self._last_input = before, None, None
 
-    def choose(self, tape: Tape) -> bool:
+    def choose(self, buffers: GraphBuffers) -> bool:
         """Draw the rows of the next launch; False where layers were called differently often."""
-        calls = self._calls_of(tape.shapes)
+        calls = self._calls_of(buffers.shapes)
         if calls is None:
             return False
 
@@ -250,22 +255,22 @@ class Collector:
         def admit(layer: str, drawn: Candidates) -> Ranking:
             return self._sums[layer].sample.admit(self._bucket, drawn)
 
-        tape.write(draw, admit, self._bucket)
+        buffers.write(draw, admit, self._bucket)
         return True
 
-    def take(self, tape: Tape, found: Found) -> None:
+    def take(self, buffers: GraphBuffers, found: CallFindings) -> None:
         """Add what a launch has found."""
-        self._layer_calls.update(tape.shapes.keys())
+        self._layer_calls.update(buffers.shapes.keys())
         self._found.inputs.update(found.inputs)
         self._found.attended.update(found.attended)
         self._settle()
-        self._draw_ahead(tape)
+        self._draw_ahead(buffers)
 
-    def _draw_ahead(self, tape: Tape) -> None:
+    def _draw_ahead(self, buffers: GraphBuffers) -> None:
         """Draw what the next call looks at, which is remembered, while the device computes."""
-        calls = self._calls_of(tape.shapes)
+        calls = self._calls_of(buffers.shapes)
         if calls is not None:
-            for shape in tape.kinds:
+            for shape in buffers.kinds:
                 draw_candidates(self._seeds, calls, *shape)
 
     def _calls_of(self, layers: Iterable[str]) -> int | None:
@@ -307,12 +312,12 @@ class Collector:
         def listen(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             values = args[0] if args else kwargs["input"]
             sums = self._sums_of(layer, values.device)
-            seen = self._seen_of(values, axis)
+            seen = self._measured_input(values, axis)
             values = values.detach()
             self._settle_before(layer, self._found.inputs)
             self._found.inputs[layer] = seen.measured
-            if self._tape is not None:
-                self._tape.sample(layer, values, seen, module, sums.sample)
+            if self._buffers is not None:
+                self._buffers.sample(layer, values, seen, module, sums.sample)
                 return
             shape = self._shapes[layer] = (len(values), row_count(values, module))
             drawn = draw_candidates(self._seeds, self._layer_calls[layer], *shape)
@@ -321,12 +326,14 @@ class Collector:
 
         return listen
 
-    def _seen_of(self, values: Tensor, axis: int) -> Seen:
+    def _measured_input(self, values: Tensor, axis: int) -> MeasuredInput:
         """Return what is known of an input: queries, keys and values read one after another."""
-        if self._seen is None or not self._seen.is_of(values, axis):
+        if self._last_input is None or not self._last_input.is_of(values, axis):
             apart = len(self._sizes) > 1 and are_of_prompts(len(values), len(self._seeds))
-            self._seen = Seen.of(values, axis, peaks=apart and axis % values.ndim > 0)
-        return self._seen
+            self._last_input = MeasuredInput.of(
+                values, axis, peaks=apart and axis % values.ndim > 0
+            )
+        return self._last_input
 
     def _sums_of(self, layer: str, device: torch.device) -> Accumulators:
         if layer not in self._sums:
@@ -354,7 +361,7 @@ class Collector:
         """Add what was found where a layer or a module is called again."""
         if name not in found:
             return
-        if self._tape is not None:
+        if self._buffers is not None:
             raise RuntimeError(f"{name} is called twice in one step")
         self._again = True
         self._settle()
@@ -400,39 +407,3 @@ class Collector:
             places = [self._flagged.index(name) for name in names]
             self._flag_places = {names: torch.tensor(places, device=device)}
         return self._flag_places[names]
-
-
-def split_schedule(scheduler: Any, first: float, buckets: int) -> tuple[float, ...]:
-    """Return the edges that give every bucket the same number of steps, give or take one.
-
-    Args:
-        scheduler: of diffusers, its timesteps set.
-        first: the timestep of the first call. Its ratio to the scheduler's first one is the unit
-            that the denoiser is called in: 1 for SD, 1 / 1000 for Flux.
-        buckets: how many.
-
-    Returns:
-        buckets - 1 ascending timesteps, each halfway between two steps, in the denoiser's unit.
-
-    Raises:
-        RecipeError: fewer distinct steps than buckets.
-        ModelError: the denoiser is not called with a multiple of the scheduler's timesteps.
-    """
-    if buckets == 1:
-        return ()
-    steps = [float(step) for step in scheduler.timesteps]
-    unit = first / steps[0] if steps[0] else 0.0
-    if unit <= 0:
-        raise ModelError(
-            f"the denoiser is called with timestep {first:g}, but the scheduler says "
-            f"{steps[0]:g}, so calls cannot be sorted into timestep buckets; set "
-            "calibration.buckets to 1"
-        )
-    distinct = sorted(set(steps))
-    if len(distinct) < buckets:
-        raise RecipeError(
-            f"calibration.buckets {buckets}: the schedule has {len(distinct)} steps; take fewer "
-            "buckets or more steps"
-        )
-    cuts = [round(i * len(distinct) / buckets) for i in range(1, buckets)]
-    return tuple(unit * (distinct[cut - 1] + distinct[cut]) / 2 for cut in cuts)

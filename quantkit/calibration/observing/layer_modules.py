@@ -35,11 +35,11 @@ def _find_module(model: nn.Module, path: str, layer: Layer, component: str) -> n
         module = model.get_submodule(path)
     except AttributeError as error:
         raise ModelError(f"{component}: the model that was built has no module {path}") from error
-    wanted = nn.Linear if layer.kind == "linear" else nn.Conv2d
+    kind = nn.Linear if layer.kind == "linear" else nn.Conv2d
     weight = getattr(module, "weight", None)
-    if not isinstance(module, wanted) or weight is None or tuple(weight.shape) != layer.shape:
+    if not isinstance(module, kind) or weight is None or tuple(weight.shape) != layer.shape:
         raise ModelError(
-            f"{component}.{layer.name}: found {type(module).__name__}, wanted {wanted.__name__} "
+            f"{component}.{layer.name}: found {type(module).__name__}, expected {kind.__name__} "
             f"with a weight of {layer.shape}; the weight files do not fit the config, download "
             "the model again"
         )

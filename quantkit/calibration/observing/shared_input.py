@@ -1,4 +1,4 @@
-"""What several layers share that read the same input, as queries, keys and values do."""
+"""Inputs that several layers read, as queries, keys and values do, measured once."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class Remembered:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class MeasuredInput:
     """An input that a layer read, and what was found."""
 
     input: Remembered
@@ -41,7 +41,7 @@ class Seen:
     rows: dict[object, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, values: Tensor, axis: int, *, peaks: bool = False) -> "Seen":
+    def of(cls, values: Tensor, axis: int, *, peaks: bool = False) -> "MeasuredInput":
         """Measure an input.
 
         Args:

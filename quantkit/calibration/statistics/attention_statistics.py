@@ -1,4 +1,4 @@
-"""What calibration stores of an attention module: statistics of its q, k and v, per head.
+"""Statistics of an attention module: of its q, k and v, per head.
 
 They are those of what is multiplied: after norms and rotary embeddings, without the softmax scale.
 Calls with a mask are not among them, as torch computes those whatever the checkpoint says.
@@ -96,7 +96,7 @@ class AttentionStatistics(Statistics):
 
     @property
     def heads(self) -> int:
-        """How many heads."""
+        """The number of heads."""
         return self.k_mean.shape[1]
 
     @property

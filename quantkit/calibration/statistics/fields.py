@@ -30,7 +30,7 @@ def _first(values: Tensor, by: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Merge:
-    """How a field of several buckets becomes one, and what sums of it come to."""
+    """A rule by which a field of several buckets becomes one, and sums become the field."""
 
     #: values (n, ...) of n buckets, and their ``by`` (n, ...) -> (...)
     pour: Callable[[Tensor, Tensor], Tensor]

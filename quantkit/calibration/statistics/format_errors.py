@@ -1,4 +1,4 @@
-"""What attention loses where it multiplies codes of each format, in a running model."""
+"""Errors of attention that multiplies codes of each format, in a running model."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ def _measured(heads: Heads) -> AttentionScales:
 
 @dataclass(frozen=True, eq=False)
 class _Coded:
-    """What makes codes of heads, (B, H, N, D)."""
+    """Codes of heads, (B, H, N, D), made when they are asked for."""
 
     heads: Heads
     scale: float | None
@@ -176,9 +176,9 @@ def lost_power(
     some = Heads(q[:, :, places], k, v)
     scale = columns**-0.5 if scale is None else scale
     exact = Heads(*(t.float() for t in some))
-    wanted = scaled_dot_product_attention(*exact, scale=scale)
-    lost = [_power(wanted - y) for y in _rounded(some, scale, formats, scales)]
-    return torch.stack(lost), _power(wanted)
+    expected = scaled_dot_product_attention(*exact, scale=scale)
+    lost = [_power(expected - y) for y in _rounded(some, scale, formats, scales)]
+    return torch.stack(lost), _power(expected)
 
 
 def _power(t: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is summed up of one input, in one pass over it: by a kernel, by the compiled core on a CPU.
+"""Sums over one input, in one pass: by a kernel, by the compiled core on a CPU.
 
 Where there is neither, PyTorch does it in a dozen passes.
 """

@@ -1,4 +1,4 @@
-"""What calibration stores: statistics of the input of every layer, and how they were taken."""
+"""Statistics of the input of every layer, how they were taken, and their file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -121,7 +121,7 @@ def per_column(channels: Tensor, area: int) -> Tensor:
 
 @dataclass(frozen=True)
 class CalibrationProvenance:
-    """How a calibration was taken."""
+    """The settings of a run of calibration, and checksums of the weights."""
 
     #: SHA-256 of each layer's source weight, by component and layer
     digests: dict[str, dict[str, str]]

@@ -1,4 +1,4 @@
-"""Several calibrations of one model as one: what one run over all prompts would have stored."""
+"""Merging of calibrations of one model: the result is that of one run over all prompts."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +40,7 @@ def merge(parts: Mapping[str, Calibration]) -> Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What some of a run's batches gave, one after another."""
+    """Statistics of some of a run's batches, one after another."""
 
     layers: LayersByComponent
     attention: AttentionByComponent
@@ -83,10 +83,10 @@ def _summed_calls(tables: Sequence[Mapping[str, list[int]]]) -> dict[str, list[i
 
 def _refuse_others(name: str, first: Calibration, other: str, part: Calibration) -> None:
     """Refuse to merge what would mean nothing together."""
-    for what, wanted, found in _facts(first, part):
-        if found != wanted:
+    for what, expected, found in _facts(first, part):
+        if found != expected:
             raise ArtefactError(
-                f"{other}: {what} {found}, wanted {wanted} as in {name}; merge calibrations of "
+                f"{other}: {what} {found}, expected {expected} as in {name}; merge calibrations of "
                 "one model with the same settings"
             )
     for component, layers in first.metadata.digests.items():
@@ -111,10 +111,10 @@ def _refuse_other_heads(
 ) -> None:
     one, two = (p.attention.get(component, {}) for p in (first, part))
     for module in one.keys() & two.keys():
-        wanted, found = ((s.heads, s.columns) for s in (one[module], two[module]))
-        if found != wanted:
+        expected, found = ((s.heads, s.columns) for s in (one[module], two[module]))
+        if found != expected:
             raise ArtefactError(
-                f"{other}: {component}/{module} has heads of {found}, wanted {wanted} as in "
+                f"{other}: {component}/{module} has heads of {found}, expected {expected} as in "
                 f"{name}; merge calibrations of one model"
             )
 

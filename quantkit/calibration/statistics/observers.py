@@ -1,4 +1,4 @@
-"""From statistics to static activation scales: where to clip, and what scale that is."""
+"""Static activation scales from statistics: where to clip, and what scale that is."""
 
 from collections.abc import Callable, Sequence
 
@@ -130,8 +130,8 @@ def static_scale(
         RecipeError: buckets that the calibration cannot be pooled into.
         ArtefactError: smooth with an observer that needs samples, and there are none.
     """
-    wanted = choose_edges(activation, tuple(edges))
-    pooled = statistics.rebucketed(edges, wanted)
+    expected = choose_edges(activation, tuple(edges))
+    pooled = statistics.rebucketed(edges, expected)
     if smooth is None:
         clip = OBSERVERS[activation.observer](pooled, fmt, activation.percentile)
     else:
@@ -142,7 +142,7 @@ def static_scale(
     if activation.scale == "pow2":
         # Upwards: a float loses little to a large scale, and much to clipping.
         scale = power_of_two(scale)
-    return scale if wanted else scale[0]
+    return scale if expected else scale[0]
 
 
 def clip_after(

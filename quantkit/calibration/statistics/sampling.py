@@ -76,7 +76,7 @@ def _spacings(seeds: range, call: int, images: int) -> NDArray[np.float64]:
 
 
 def _rows(random: np.random.Generator, count: int, rows: int) -> NDArray[np.int64]:
-    """Return so many different rows, which an image's generator gives behind its spacings."""
+    """Return so many different rows, which an image's generator gives after its spacings."""
     random.exponential(size=count)
     found: NDArray[np.int64] = random.choice(rows, count, replace=False)
     return found
@@ -173,7 +173,7 @@ class Reservoir:
     def write(self, rows: Tensor, places: Tensor) -> None:
         """Write drawn rows (n, K) of a recorded call to ``places``, int64 (n,), of the store.
 
-        Those are of all buckets' slots, and behind them that of rows that do not stay.
+        Those are of all buckets' slots, and after them that of rows that do not stay.
         """
         self._store.index_copy_(0, places, rows)
 
@@ -229,9 +229,9 @@ def rows_on_device(values: Tensor, module: nn.Module, image: Tensor, row: Tensor
     tall, wide = _lattice(values, module)
     across = len(wide.starts)
     y, above = tall.places_of(row // across)
-    x, beside = wide.places_of(row % across)
+    x, across_inside = wide.places_of(row % across)
     windows = values[image[:, None, None], :, y[:, :, None], x[:, None, :]]
-    windows *= (above[:, :, None] & beside[:, None, :]).unsqueeze(3)
+    windows *= (above[:, :, None] & across_inside[:, None, :]).unsqueeze(3)
     return windows.reshape(len(row), -1)
 
 
@@ -264,7 +264,7 @@ def rows_of_input(values: Tensor, module: nn.Module, which: Candidates | Ranking
 
 
 class Axis(NamedTuple):
-    """How windows lie along one axis of a picture."""
+    """Windows along one axis of a picture."""
 
     #: pixels, and padding before and after them
     size: int
@@ -276,7 +276,7 @@ class Axis(NamedTuple):
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """Where windows start; padding lies before 0."""
+        """Starts of windows; padding lies before 0."""
         reach = self.dilation * (self.taps - 1)
         return np.arange(-self.before, self.size + self.after - reach, self.stride)
 
@@ -296,10 +296,10 @@ def _lattice(values: Tensor, conv: nn.Conv2d) -> tuple[Axis, Axis]:
     # The only place where torch resolves padding="same": left, right, top, bottom.
     left, right, top, bottom = conv._reversed_padding_repeated_twice  # noqa: SLF001
     (height, width), (down, across) = values.shape[2:], conv.stride
-    (tall, wide), (far, apart) = conv.kernel_size, conv.dilation
+    (tall, wide), (tall_step, wide_step) = conv.kernel_size, conv.dilation
     return (
-        Axis(height, top, bottom, down, tall, far),
-        Axis(width, left, right, across, wide, apart),
+        Axis(height, top, bottom, down, tall, tall_step),
+        Axis(width, left, right, across, wide, wide_step),
     )
 
 
@@ -323,8 +323,8 @@ def _taps_on(
     tall, wide = lattice
     ys, xs = tall.starts, wide.starts
     y, above = tall.places(ys[which.row // len(xs)])
-    x, beside = wide.places(xs[which.row % len(xs)])
-    inside = above[:, :, None] & beside[:, None, :]
+    x, across_inside = wide.places(xs[which.row % len(xs)])
+    inside = above[:, :, None] & across_inside[:, None, :]
     places = (which.image[:, None, None], y[:, :, None], x[:, None, :])
     image, rows, columns = (_on(array, device) for array in places)
     return image, rows, columns, None if inside.all() else _on(inside[..., None], device)
