@@ -15,46 +15,30 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quantkit.bench.kernels import kernel_benchmark, timing
+from quantkit.bench.kernels import timing
 from quantkit.bench.kernels.compare import compare
 from quantkit.bench.kernels.contender import Contender, PreparedCall, UnavailableError, judge
 from quantkit.bench.kernels.figures import Verdict, save_figures
 from quantkit.bench.kernels.kernel_benchmark import run_bench
 from quantkit.bench.kernels.kernel_figures import BenchResult, BenchRow, load_baseline
-from quantkit.bench.kernels.kernel_shapes import SHAPES, AttentionShape, Shape, find_shapes
+from quantkit.bench.kernels.kernel_shapes import AttentionShape, Shape
 from quantkit.bench.kernels.machine import Machine
 from quantkit.bench.kernels.operations import OPERATIONS, Operation
 from quantkit.bench.kernels.problem import LinearProblem, Problem
-from quantkit.bench.kernels.roofline import Ceiling, Ceilings, Work
+from quantkit.bench.kernels.roofline import Ceilings, Work
 from quantkit.bench.kernels.stopping import stopping_early
 from quantkit.bench.kernels.timing import Samples, Stopwatch, Timing, TimingPlan
 from quantkit.cli.bench_command import bench as command
-from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops.table import OPS
 from quantkit.errors import ArtefactError, OutputError
-from tests.support.kernel_cases import need
+from tests.support.ceilings import CEILINGS
 
 CPU = torch.device("cpu")
 SHORT = TimingPlan(warmup=0, repeats=5, seconds=0)
 SMALL = Shape(33, 40, 64)
-PEAK = Ceiling(100.0, measured=True, source="")
-COPY = Ceiling(1000.0, measured=True, source="")
-CEILINGS = Ceilings(COPY, dict.fromkeys(("f16", "fp8", "int8", "fp8 2:4"), PEAK))
 #: A row of every family, and what layers make of a product.
 ONE_A_FAMILY = {(o.op.family, o.problem): o.name for o in OPERATIONS.values()}.values()
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """Leave out what takes long and is not under test: large products, large flushes."""
-    monkeypatch.setattr(kernel_benchmark, "measure_ceilings", lambda device: CEILINGS)
-    monkeypatch.setattr(timing, "_flush_bytes", lambda device: 1024)
-
-
-@pytest.fixture
-def _host():
-    need(compilers.host_compiler)
 
 
 def quiet(step, done, total):
@@ -121,59 +105,6 @@ def test_warm_up_runs_do_not_count():
     watch.warm_up({"a": lambda: seen.append(1)}, 4)
     assert len(seen) == 4
     assert watch.rounds({}, SHORT) == {}
-
-
-# ---------------------------------------------------------------------------------------- shapes
-
-
-def test_all_has_the_ten_shapes_of_sdxl_flux_and_beyond():
-    found = find_shapes("all")
-    labels = [shape.label for shape in found if isinstance(shape, Shape)]
-    assert len({shape.label for shape in found}) == len(found)
-    assert len(labels) == 10
-    assert {"8192x640x640", "4608x3072x15360", "8192x8192x8192", "16x1280x1280"} <= set(labels)
-    assert find_shapes("flux") == SHAPES["flux"]
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.json", "[[1, 2, 32], [4, 5, 64]]"),
-        ("a.json", '[{"m": 1, "n": 2, "k": 32}, {"k": 64, "n": 5, "m": 4}]'),
-        ("a.csv", "m,n,k\n1,2,32\n\n4, 5, 64\n"),
-        ("a.csv", "1,2,32\n4,5,64"),
-    ],
-)
-def test_shapes_come_from_files(tmp_path, name, text):
-    (tmp_path / name).write_text(text)
-    assert find_shapes(str(tmp_path / name)) == (Shape(1, 2, 32), Shape(4, 5, 64))
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "match"),
-    [
-        ("a.json", "[[1, 2", "not a table of shapes"),
-        ("a.json", "[]", "no shapes"),
-        ("a.json", '{"m": 1}', "no shapes"),
-        ("a.json", "[[1, 2]]", "shape 1: found .* expected whole numbers m, n, k or batch, heads"),
-        ("a.json", "[[1, 2, 32], [1, 2, 3.5]]", "shape 2: found"),
-        ("a.json", '[{"m": 1, "n": 2}]', "shape 1: found"),
-        ("a.json", "[7]", "shape 1: found"),
-        ("a.csv", "m,n,k\n1,x,3\n", "shape 1: found"),
-        ("a.csv", "m,n,k\n1,0,3\n", "shape 1: 1x0x3, expected each to be 1 to 2147483647"),
-        ("a.csv", "m,n,k\n", "no shapes"),
-    ],
-)
-def test_damaged_shapes_are_named(tmp_path, name, text, match):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ArtefactError, match=match):
-        find_shapes(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("text", ["sd14", "absent.json", "absent.csv"])
-def test_unknown_shapes_are_refused(text):
-    with pytest.raises(ArtefactError, match=text):
-        find_shapes(text)
 
 
 # --------------------------------------------------------------------------- exact results, rates
@@ -441,6 +372,32 @@ def test_the_fallback_is_not_timed_as_a_kernel():
     with use(Backend.REFERENCE):
         rows = bench(OPERATIONS["gemm_fp8"]).rows
     assert {(row.verdict, row.reason) for row in rows} == {(Verdict.CANNOT, "no kernel: asked for")}
+
+
+@pytest.mark.usefixtures("_host")
+def test_a_call_that_falls_back_is_not_timed():
+    row = OPERATIONS["gemm_fp8"]
+
+    def prepare(problem):
+        call = row.own[0].prepare(problem)
+
+        def fall_back(*arguments):
+            with use(Backend.REFERENCE):
+                return call.function(*arguments)
+
+        return PreparedCall(fall_back, call.operands)
+
+    (found,) = bench(replace(row, own=(Contender("it", True, prepare),))).rows
+    assert (found.verdict, found.timing) == (Verdict.CANNOT, None)
+    assert found.reason == "no kernel takes these sizes: reference ran"
+
+
+def test_a_full_device_ends_no_run():
+    def fill(y):
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    (row,) = bench(made_by(fill)).rows
+    assert (row.verdict, row.reason) == (Verdict.CANNOT, "OutOfMemoryError: out of memory")
 
 
 def test_shapes_that_an_operation_does_not_take_are_named():

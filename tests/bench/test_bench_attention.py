@@ -9,20 +9,17 @@ import torch
 from click.testing import CliRunner
 from torch.nn.functional import scaled_dot_product_attention
 
-from quantkit.bench.kernels import attention_libraries, kernel_benchmark, timing
+from quantkit.bench.kernels import attention_libraries
 from quantkit.bench.kernels.attention_libraries import ATTENTION
 from quantkit.bench.kernels.contender import UnavailableError, judge
 from quantkit.bench.kernels.kernel_figures import load_baseline
-from quantkit.bench.kernels.kernel_shapes import AttentionShape, Shape, find_shapes
-from quantkit.bench.kernels.operations import OPERATIONS, cases
+from quantkit.bench.kernels.kernel_shapes import AttentionShape
+from quantkit.bench.kernels.operations import OPERATIONS
 from quantkit.bench.kernels.problem import AttentionProblem
 from quantkit.cli.bench_command import bench as command
-from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops.table import OPS
 from quantkit.errors import ArtefactError
-from tests.bench.test_bench import CEILINGS
-from tests.support.kernel_cases import need
 
 CPU = torch.device("cpu")
 SMALL = AttentionShape(2, 3, 37, 101, 40)
@@ -31,60 +28,9 @@ LIBRARY = {c.name: c for c in ATTENTION}
 BOTH = pytest.mark.parametrize("name", ["attention_fp8", "attention_int8"])
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(kernel_benchmark, "measure_ceilings", lambda device: CEILINGS)
-    monkeypatch.setattr(timing, "_flush_bytes", lambda device: 1024)
-
-
-@pytest.fixture
-def _host():
-    need(compilers.host_compiler)
-
-
 @pytest.fixture
 def problem():
     return AttentionProblem(OPS["attention_fp8"], SMALL, CPU)
-
-
-# ---------------------------------------------------------------------------------------- shapes
-
-
-def test_the_shapes_that_the_bars_are_about_are_there():
-    labels = {s.label for s in find_shapes("all") if isinstance(s, AttentionShape)}
-    assert {
-        "2x10x4096x4096x64", "2x20x1024x1024x64", "1x24x4608x4608x128", "2x8x4096x4096x40",
-        "2x10x4096x77x64",
-    } <= labels  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.json", "[[1, 2, 3, 4, 8], [16, 32, 64]]"),
-        (
-            "a.json",
-            '[{"batch": 1, "heads": 2, "queries": 3, "keys": 4, "head_size": 8}, [16,32,64]]',
-        ),
-        ("a.csv", "batch,heads,queries,keys,head_size\n1,2,3,4,8\nm,n,k\n16,32,64\n"),
-    ],
-)
-def test_a_file_may_have_both_kinds(tmp_path, name, text):
-    (tmp_path / name).write_text(text)
-    found = find_shapes(str(tmp_path / name))
-    assert found == (AttentionShape(1, 2, 3, 4, 8), Shape(16, 32, 64))
-    asked = cases(list(OPERATIONS.values()), found)
-    by_kind = {op.name: shape for op, shape in asked}
-    assert by_kind["attention_fp8"] == found[0]
-    assert by_kind["gemm_fp8"] == found[1]
-    assert len(asked) == len(OPERATIONS)
-
-
-@pytest.mark.parametrize("row", ["[1, 2, 3, 4]", "[1, 2, 3, 4, 0]", '{"batch": 1, "heads": 2}'])
-def test_damaged_shapes_are_named(tmp_path, row):
-    (tmp_path / "a.json").write_text(f"[{row}]")
-    with pytest.raises(ArtefactError, match="shape 1: "):
-        find_shapes(str(tmp_path / "a.json"))
 
 
 @BOTH

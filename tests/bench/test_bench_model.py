@@ -7,7 +7,6 @@ import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -30,13 +29,12 @@ from quantkit.bench.models.model_result import ModelBenchSettings
 from quantkit.bench.models.packed_copies import PackedVariant, convolutions
 from quantkit.bench.models.profiling import GROUPS, IDLE, group_of, own_shares, profile_step
 from quantkit.cli.bench_model_command import model_command
-from quantkit.device import backends, compilers
+from quantkit.device import backends
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.op import all_variants
 from quantkit.device.ops.table import OPS
 from quantkit.errors import InputError, ModelError
 from tests.support.denoiser_classes import ROWS
-from tests.support.kernel_cases import need
 from tests.support.pipelines import tiny_flux_pipeline, tiny_unet
 
 CPU = torch.device("cpu")
@@ -68,21 +66,8 @@ def quiet(step, done, total):
 
 
 @pytest.fixture(scope="module")
-def unet_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bench") / "unet"
-    unet: Any = tiny_unet()
-    unet.save_config(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def flux_dir(tmp_path_factory):
     return tiny_flux_pipeline(tmp_path_factory.mktemp("bench") / "flux")
-
-
-@pytest.fixture
-def _host():
-    need(compilers.host_compiler)
 
 
 def run(folder, *names, size=4, **options):

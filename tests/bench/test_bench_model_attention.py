@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +13,10 @@ from quantkit.bench.models.judging import Eager, judge_attention
 from quantkit.bench.models.model_attention import why_not_used
 from quantkit.bench.models.model_contenders import MODEL_CONTENDERS
 from quantkit.cli.bench_model_command import model_command
-from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
 from quantkit.device.log import KernelLog
 from quantkit.workflow.bench import ModelBenchSettings
 from quantkit.workflow.bench import bench_model as run_bench
-from tests.support.kernel_cases import need
 from tests.support.pipelines import tiny_unet
 
 
@@ -27,19 +24,6 @@ from tests.support.pipelines import tiny_unet
 def _once(monkeypatch):
     """Measure one round: times are not under test."""
     monkeypatch.setattr(timing, "LEAST_ROUNDS", 1)
-
-
-@pytest.fixture
-def _host():
-    need(compilers.host_compiler)
-
-
-@pytest.fixture(scope="module")
-def unet_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bench") / "unet"
-    unet: Any = tiny_unet()
-    unet.save_config(folder)
-    return folder
 
 
 def run(folder, *names, attention, min_keys=1, static_scales=False):

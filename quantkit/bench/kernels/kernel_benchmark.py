@@ -24,6 +24,7 @@ from quantkit.bench.kernels.roofline import Ceilings, Work, measure_ceilings
 from quantkit.bench.kernels.stopping import stopping_early
 from quantkit.bench.kernels.timing import Stopwatch, TimingPlan
 from quantkit.device import log
+from quantkit.device.backends import Backend
 from quantkit.errors import KernelError, QuantkitError
 from quantkit.progress import Progress
 
@@ -128,9 +129,13 @@ def _check(operation: Operation, contender: Contender, problem: Problem) -> _Rig
     except UnavailableError as refusal:
         return row(Verdict.CANNOT, str(refusal))
     except (KernelError, *REFUSALS) as refusal:
-        if contender.own and not isinstance(refusal, QuantkitError):
+        # A device's memory is no mistake of ours.
+        if contender.own and not isinstance(refusal, (QuantkitError, torch.cuda.OutOfMemoryError)):
             raise
         return row(Verdict.CANNOT, one_line(refusal))
+    # The fallback is not timed under the kernel's name.
+    if any(where is Backend.REFERENCE for _, _, where in seen.calls):
+        return row(Verdict.CANNOT, "no kernel takes these sizes: reference ran")
     ran = tuple(f"{name} {variant} {where.value}" for name, variant, where in seen.calls)
     if not judged.right:
         reason = f"error {judged.error:.3g}, allowed {judged.limit:.3g}"
