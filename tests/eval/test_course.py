@@ -9,6 +9,7 @@ from quantkit.eval.pages.course import CourseFacts, CoursePage
 from quantkit.recovery.distill.distillation import Look
 from quantkit.recovery.distill.training_progress import TrainingProgress, ValidationScore
 from quantkit.recovery.distill.validation import compare_pictures
+from quantkit.storage.written import refuse_foreign_file
 from tests.support.reports import NASTY
 
 FACTS = CourseFacts("student <1>", ("quantkit recover teacher -o student",))
@@ -67,6 +68,12 @@ def test_the_page_states_the_look_whose_weights_are_written(page, tmp_path):
     assert f"Recovered: SSIM {values[0]:.4g} at step 0, {values[1]:.4g} at step 50." in text_of(
         tmp_path
     )
+
+
+def test_the_page_is_one_that_force_may_replace(page, tmp_path):
+    with page.open():
+        page.show(look(0, 0.5))
+    refuse_foreign_file(tmp_path / "student.recovery.html")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
