@@ -48,5 +48,5 @@ def test_dry_run_writes_nothing(pipeline_dir, tmp_path):
     result = run(pipeline_dir, "-o", output, "--dry-run", "--count", 5)
     assert result.exit_code == 0, result.output
     assert "nothing written" in result.stdout
-    assert "71" in result.stdout
+    assert "82" in result.stdout
     assert not list(tmp_path.iterdir())
