@@ -97,7 +97,7 @@ def _recorded(
     step = recorded_step.capture(observed, mine[0].device, pool)
     output, tensors = step.output
     recorded = RecordedStep(
-        mine, replace(step, output=output), KeptResults(()), None, buffers, found[0]
+        mine, replace(step, output=output), KeptResults(()), None, (), buffers, found[0]
     )
     if not agree((recorded(mine), tensors), (answer, observer.pending.tensors())):
         raise RuntimeError("it finds something else when it is launched again")

@@ -1,6 +1,7 @@
 """One call of a model, recorded as a CUDA or HIP graph: launched again without Python."""
 
 import gc
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,12 @@ from torch.utils import _pytree as pytree
 from quantkit.device import log
 from quantkit.device.backends import forced, sums_are_fast
 from quantkit.device.log import KernelLog, note_again
+from quantkit.fusion.program import Program
+from quantkit.fusion.simplify import simplify
+from quantkit.fusion.trace import UntraceableError, trace
 from quantkit.pipelines.kept_results import KeptResults, keeping
+
+_logger = logging.getLogger(__name__)
 
 #: What an argument may be that is no tensor.
 _VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -104,6 +110,8 @@ class RecordedStep:
     #: cached results that the step reads, with their graph; None: there are none
     kept: KeptResults
     refresh: Recording | None
+    #: what the graph reads, and nothing else has
+    constants: tuple[Tensor, ...] = ()
     #: what an observed step reads of the host, and what was found in it; None: nothing observes it
     buffers: Any = None
     found: Any = None
@@ -176,8 +184,40 @@ def record(call: Callable[..., Any], inputs: Inputs, pool: Any) -> tuple[Recorde
         answer = run_aside(run, device)
         kept.complete()
         refresh = capture(kept.compute, device, pool) if kept else None
-        step = capture(run, device, refresh.pool if refresh else pool)
-    return RecordedStep(mine, step, kept, refresh), answer
+        shorter, constants = shorten(run, mine, device)
+        step = capture(shorter, device, refresh.pool if refresh else pool)
+    return RecordedStep(mine, step, kept, refresh, constants), answer
+
+
+def shorten(
+    run: Callable[[], Any], inputs: Sequence[Tensor], device: torch.device
+) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+    """Return what gives the answer of a step by fewer calls, and the tensors that only it has.
+
+    The step itself where that is unknown.
+
+    Args:
+        run: the step, on its inputs.
+        inputs: whose numbers will be others.
+        device: of the model.
+    """
+    try:
+        program, answer = run_aside(lambda: trace(run, inputs), device)
+    except UntraceableError as error:
+        _logger.info("replay: every call of the step is kept: %s", error)
+        return run, ()
+    program = simplify(program)
+    shorter = partial(_without_autocast, program, inputs)
+    if not agree(run_aside(shorter, device), answer):
+        _logger.warning("replay: every call of the step is kept: the shorter one answers otherwise")
+        return run, ()
+    return shorter, tuple(program.constants.values())
+
+
+def _without_autocast(program: Program, inputs: Sequence[Tensor]) -> Any:
+    """Run a program, whose calls have the dtypes that autocasting gave them."""
+    with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+        return program.run(inputs)
 
 
 def run_aside(run: Callable[[], Any], device: torch.device) -> Any:

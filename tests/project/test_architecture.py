@@ -23,6 +23,7 @@ LAYERS = (
     ("device",),
     ("recipe",),
     ("models",),
+    ("fusion",),
     ("pipelines",),
     ("calibration",),
     ("sparsity",),

@@ -1,0 +1,1 @@
+"""The recorded step of a model as a program, and what makes it shorter."""

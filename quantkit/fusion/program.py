@@ -1,0 +1,123 @@
+"""A step of a model as a list of operator calls, run without the model's Python."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a program, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of an operator."""
+
+    #: an overload, as aten.add.Tensor
+    operator: Any
+    #: with a ``Value`` for each tensor, also within lists
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    #: of each tensor that it returns; None for other results
+    results: tuple[Value | None, ...]
+    #: results are fresh memory, nothing is written and nothing is drawn
+    pure: bool
+
+    @property
+    def name(self) -> str:
+        """As aten.add.Tensor."""
+        return str(self.operator)
+
+    @property
+    def reads(self) -> tuple[Value, ...]:
+        """Its tensors, each as often as it is given."""
+        leaves = pytree.tree_leaves((self.arguments, dict(self.keywords)))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Value))
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A step: calls in order, on its inputs and on tensors that the model has."""
+
+    calls: tuple[Call, ...]
+    inputs: tuple[Value, ...]
+    #: weights and buffers, which are read where they lie, and results that never change
+    constants: Mapping[Value, Tensor]
+    #: as the step returned it, with a ``Value`` for each tensor
+    output: Any
+    #: values whose memory some call writes to
+    written: frozenset[Value] = frozenset()
+    #: constants that Python made of numbers in the step
+    literals: frozenset[Value] = frozenset()
+    #: shape, strides, dtype and device of each value
+    layouts: Mapping[Value, Hashable] = field(default_factory=dict, repr=False)
+    #: those that are read for the last time, by the place of the call
+    _last: Mapping[int, tuple[Value, ...]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Find where each value is read for the last time."""
+        kept = {*self.constants, *self.inputs, *values_in(self.output)}
+        last: dict[Value, int] = {}
+        for place, call in enumerate(self.calls):
+            last |= dict.fromkeys((*call.reads, *filter(None, call.results)), place)
+        freed: dict[int, list[Value]] = {}
+        for value, place in last.items():
+            if value not in kept:
+                freed.setdefault(place, []).append(value)
+        object.__setattr__(self, "_last", {p: tuple(found) for p, found in freed.items()})
+
+    def __str__(self) -> str:
+        """Return a line for each call."""
+        return "\n".join(
+            f"{', '.join(f'%{r.number}' if r else '_' for r in call.results)} = {call.name}"
+            f"({', '.join(map(_told, call.arguments))})"
+            for call in self.calls
+        )
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        """Return what the step returns.
+
+        Args:
+            inputs: tensors of the shapes, strides and dtypes that it was recorded with.
+        """
+        tensors = {**self.constants, **dict(zip(self.inputs, inputs, strict=True))}
+        fill = _filler(tensors)
+        for place, call in enumerate(self.calls):
+            answer = call.operator(*map(fill, call.arguments), **_filled(call.keywords, fill))
+            leaves = pytree.tree_leaves(answer)
+            tensors |= {v: t for v, t in zip(call.results, leaves, strict=True) if v is not None}
+            for value in self._last.get(place, ()):
+                del tensors[value]
+        return pytree.tree_map_only(Value, tensors.__getitem__, self.output)
+
+
+def values_in(tree: Any) -> tuple[Value, ...]:
+    """Return the values of an output."""
+    return tuple(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value))
+
+
+def replaced(argument: Any, change: Callable[[Value], Any]) -> Any:
+    """Return an argument of a call with its values changed, also within lists."""
+    if isinstance(argument, Value):
+        return change(argument)
+    if isinstance(argument, list | tuple):
+        return type(argument)(replaced(one, change) for one in argument)
+    return argument
+
+
+def _filler(tensors: Mapping[Value, Tensor]) -> Callable[[Any], Any]:
+    return lambda argument: replaced(argument, tensors.__getitem__)
+
+
+def _filled(keywords: Mapping[str, Any], fill: Callable[[Any], Any]) -> dict[str, Any]:
+    return {name: fill(argument) for name, argument in keywords.items()}
+
+
+def _told(argument: Any) -> str:
+    return str(replaced(argument, lambda value: f"%{value.number}"))

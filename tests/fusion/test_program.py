@@ -1,0 +1,208 @@
+"""Steps as programs: what is recorded, what is left out, and that answers stay bit for bit."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from quantkit.fusion.simplify import simplify
+from quantkit.fusion.trace import UntraceableError, trace
+from quantkit.pipelines.recorded_step import take_apart
+from tests.support.denoisers import INPUTS, tiny_denoiser
+
+WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+INPUT = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+
+
+def traced(step, *inputs):
+    """The program of a step, and that which is left of it; both answer as the step does."""
+    program, answer = trace(lambda: step(*inputs), inputs)
+    short = simplify(program)
+    with torch.no_grad():
+        for given in (inputs, tuple(3 * x for x in inputs)):
+            wanted = step(*given)
+            for found in (program.run(given), short.run(given)):
+                assert torch.equal(found, wanted)
+                assert found.stride() == wanted.stride()
+    assert torch.equal(answer, step(*inputs))
+    return program, short
+
+
+def names(program):
+    return [call.operator.overloadpacket.__name__ for call in program.calls]
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_denoisers_step_is_shorter_and_answers_the_same(name):
+    model = tiny_denoiser(name).eval()
+    inputs = take_apart((), INPUTS[name](), torch.device("cpu"))
+    args, kwargs = inputs.rebuild(inputs.tensors)
+    with torch.no_grad():
+        program, _ = trace(lambda: model(*args, **kwargs), inputs.tensors)
+        short = simplify(program)
+        assert len(short.calls) < len(program.calls)
+        for change in (0, 1):
+            given = [x + change if x.is_floating_point() else x for x in inputs.tensors]
+            args, kwargs = inputs.rebuild(given)
+            assert torch.equal(short.run(given).sample, model(*args, **kwargs).sample)
+    # No residual is divided by one, and no position is counted.
+    assert not {"arange"} & {*names(short)}
+    assert str(short).count("\n") + 1 == len(short.calls)
+
+
+def test_what_follows_from_no_input_is_computed_once():
+    def step(x):
+        angles = torch.arange(8.0).mul(0.5).cos()
+        return x * angles + torch.tensor([1.0, 2.0] * 4).exp()
+
+    program, short = traced(step, INPUT)
+    assert len(program.calls) > 4
+    assert names(short) == ["mul", "add"]
+    assert len(short.constants) == 2
+
+
+def test_weights_are_read_where_they_lie():
+    weight = WEIGHT.clone()
+    program, _ = trace(lambda: INPUT @ (2 * weight), ())
+    short = simplify(program)
+    assert names(short) == ["mul", "mm"]
+    weight.zero_()
+    assert not short.run(()).any()
+
+
+def test_copies_and_ones_are_left_out():
+    def step(x):
+        same = (x / 1.0).to(torch.float32).clone() * 1
+        return functional.dropout(same, 0.5, training=False) @ WEIGHT
+
+    assert names(traced(step, INPUT)[1]) == ["mm"]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: (x.double() / 1) @ WEIGHT.double(),
+        lambda x: x.t().clone(memory_format=torch.contiguous_format).t() @ WEIGHT,
+        lambda x: (x * torch.tensor(1.0, dtype=torch.float64)) @ WEIGHT,
+        lambda x: (x[:1] / torch.ones(4, 1)) @ WEIGHT,
+    ],
+    ids=["dtype", "layout", "tensor", "broadcast"],
+)
+def test_what_looks_like_a_copy_and_is_none_is_kept(step):
+    program, short = traced(step, INPUT)
+    assert len(short.calls) >= 3 or "clone" in names(program)
+
+
+def test_equal_calls_are_made_once():
+    def step(x):
+        return functional.silu(x) + functional.silu(x) * functional.silu(2 * x)
+
+    program, short = traced(step, INPUT)
+    assert names(program).count("silu") == 3
+    assert names(short).count("silu") == 2
+
+
+def test_numbers_of_other_types_are_other_calls():
+    def step(x):
+        return torch.full_like(x, 1).sum() + torch.full_like(x, 1, dtype=torch.int64).sum() + x
+
+    traced(step, INPUT)
+
+
+def test_what_is_written_to_is_kept_in_its_order():
+    def step(x):
+        first = x.clone()
+        second = x.clone()
+        first.add_(1)
+        view = second[1:]
+        view.mul_(2)
+        out = torch.empty_like(x)
+        torch.add(first, second, out=out)
+        return out / 1
+
+    program, short = traced(step, INPUT)
+    assert names(short).count("clone") == names(program).count("clone") == 2
+
+
+def test_lists_of_tensors_and_parts_are_arguments():
+    def step(x):
+        first, second = x.chunk(2, dim=1)
+        return torch.cat([second, first, x[:, ::2]], dim=1)
+
+    traced(step, INPUT)
+
+
+def test_an_input_may_be_the_answer():
+    assert names(traced(lambda x: x / 1, INPUT)[1]) == []
+
+
+def test_memory_is_given_back_when_it_is_read_for_the_last_time():
+    alive = []
+
+    class Watched(nn.Module):
+        def forward(self, x):
+            for _ in range(5):
+                x = functional.silu(x) + 1
+                alive.append(weakref.ref(x))
+            return x
+
+    model = Watched()
+    program, answer = trace(lambda: model(INPUT), (INPUT,))
+    del answer
+    gc.collect()
+    assert not any(found() is not None for found in alive)
+    held = []
+    last: Any = program.calls[-1].operator
+
+    def count(*arguments, **keywords):
+        gc.collect()
+        held.append(sum(type(found) is torch.Tensor for found in gc.get_objects()))
+        return last(*arguments, **keywords)
+
+    before = sum(type(found) is torch.Tensor for found in gc.get_objects())
+    object.__setattr__(program.calls[-1], "operator", count)
+    program.run((INPUT,))
+    # What the last call reads, and the answer of the call before it.
+    assert held[0] - before <= 2
+
+
+class _Counting(nn.Module):
+    calls: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x + self.calls
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda x: functional.dropout(x, 0.5), "draws random numbers"),
+        (lambda x: x + torch.rand(8), "draws random numbers"),
+        (lambda x: x * x.sum().item(), "reads a number off"),
+        (lambda x: x if bool((x > 0).all()) else -x, "reads a number off"),
+        (_Counting(), "writes to a tensor that outlives"),
+        (lambda x: x.add_(1), "writes to a tensor that outlives"),
+        (lambda x: torch.empty_like(x) + x, "reads what no operator of torch wrote"),
+    ],
+    ids=["dropout", "rand", "item", "bool", "buffer", "input", "empty"],
+)
+def test_what_is_more_than_its_operators_is_refused(step, words):
+    counting = INPUT.clone()
+    with pytest.raises(UntraceableError, match=words):
+        trace(lambda: step(counting), (counting,))
+
+
+def test_a_number_of_what_python_made_is_known():
+    def step(x):
+        return x * torch.tensor([2.0, 3.0]).sum().item()
+
+    assert names(traced(step, INPUT)[1]) == ["mul"]
