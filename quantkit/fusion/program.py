@@ -26,8 +26,10 @@ class Call:
     keywords: Mapping[str, Any]
     #: of each tensor that it returns; None for other results
     results: tuple[Value | None, ...]
-    #: results are fresh memory, nothing is written and nothing is drawn
-    pure: bool
+    #: it writes to a tensor that it is given
+    writes: bool
+    #: its results have memory of their own
+    fresh: bool
 
     @property
     def name(self) -> str:

@@ -35,7 +35,7 @@ def _fold(program: Program) -> Program:
     known: dict[Value, Tensor] = {v: program.constants[v] for v in program.literals}
     left = []
     for call in program.calls:
-        if _is_free(call, program) and all(value in known for value in call.reads):
+        if _lasts(call, program) and all(value in known for value in call.reads):
             answers = pytree.tree_leaves(_made(call, known))
             known |= {v: t for v, t in zip(call.results, answers, strict=True) if v is not None}
         else:
@@ -59,7 +59,7 @@ def _without_copies(program: Program) -> Program:
     sources: dict[Value, Value] = {}
     for call in program.calls:
         source = call.arguments[0] if call.arguments else None
-        if isinstance(source, Value) and _is_free(call, program) and _is_copy(call, program):
+        if isinstance(source, Value) and _lasts(call, program) and _is_copy(call, program):
             (result,) = call.results
             assert result is not None
             sources[result] = sources.get(source, source)
@@ -80,10 +80,8 @@ def _share(program: Program) -> Program:
     first: dict[Hashable, tuple[Value | None, ...]] = {}
     same: dict[Value, Value] = {}
     for call in program.calls:
-        if not _is_free(call, program) or not program.written.isdisjoint(call.reads):
-            continue
-        key = _key(call, same)
-        if key is None:
+        key = _key(call, same) if call.fresh and _lasts(call, program) else None
+        if key is None or not program.written.isdisjoint(call.reads):
             continue
         others = first.setdefault(key, call.results)
         pairs = zip(call.results, others, strict=True)
@@ -110,8 +108,7 @@ def _without_unread(program: Program) -> Program:
     read = {*values_in(program.output)}
     left: list[Call] = []
     for call in reversed(program.calls):
-        views = not call.pure and program.written.isdisjoint((*call.reads, *_results(call)))
-        if (call.pure or views) and read.isdisjoint(_results(call)):
+        if not call.writes and read.isdisjoint(_results(call)):
             continue
         read |= {*call.reads}
         left.append(call)
@@ -123,9 +120,9 @@ def _results(call: Call) -> tuple[Value, ...]:
     return tuple(result for result in call.results if result is not None)
 
 
-def _is_free(call: Call, program: Program) -> bool:
-    """Tell whether a call is the same whenever it is made, and its results stay as they are."""
-    return call.pure and program.written.isdisjoint(_results(call))
+def _lasts(call: Call, program: Program) -> bool:
+    """Tell whether a call writes nothing, and nobody writes to its results."""
+    return not call.writes and program.written.isdisjoint(_results(call))
 
 
 def _reading(program: Program, change: Callable[[Value], Value]) -> Program:

@@ -118,8 +118,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if func in _EMPTY:
             self._unwritten |= {self._storage_of[r] for r in results if r}
         self._varying |= {r for r in results if r is not None and varies}
-        pure = fresh and not func._schema.is_mutable  # noqa: SLF001  the only place that says so
-        self._calls.append(Call(func, tuple(arguments), keywords, results, pure))
+        writes = func._schema.is_mutable  # noqa: SLF001  the only place that says so
+        self._calls.append(Call(func, tuple(arguments), keywords, results, writes, fresh))
 
     def _note_memory(self, func: Any, read: Sequence[Value], written: Sequence[Value]) -> None:
         """Refuse to read what no operator wrote: a library did, past torch's dispatcher."""
