@@ -130,7 +130,7 @@ def _held(gates: Sequence[Gate]) -> str:
 def _failure(gate: Gate) -> str:
     assert gate.found is not None
     off = show(abs(gate.found - gate.limit), gate.unit)
-    return f"{gate.title} is {show(gate.found, gate.unit)}, wanted {gate.expected} ({off} off)"
+    return f"{gate.title} is {show(gate.found, gate.unit)}, expected {gate.expected} ({off} off)"
 
 
 def _question(gate: Gate) -> str:

@@ -369,7 +369,7 @@ def test_eval_report_refuses_what_makes_no_pictures(ran, pipeline_dir, prompt_fi
     alone = eval_report(pipeline_dir / "unet", ran[0] / "packed", *common)
     assert re.search("component alone cannot make pictures", str(alone.exception))
     few = eval_report(pipeline_dir, ran[0] / "packed", *common, "--count", 9)
-    assert re.search("3 prompts, wanted 9", str(few.exception))
+    assert re.search("3 prompts, expected 9", str(few.exception))
     component = eval_report(pipeline_dir, ran[0] / "packed" / "unet", *common)
     assert isinstance(component.exception, InputError)
     assert not (tmp_path / "r").exists()
