@@ -230,6 +230,7 @@ def test_a_run_goes_on_with_its_own_artefacts_only(stopped, tmp_path, other):
         start(resume=True, **more)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_will_do_and_how_long_it_took(stopped):
     _, start = stopped
     first, second = start(force=True), start(force=True)
@@ -253,7 +254,9 @@ def eval_report(*arguments):
     return CliRunner().invoke(evaluate, ["report", *map(str, arguments), *NO_NETWORKS])
 
 
-@pytest.mark.parametrize("quiet", [(), ("-q",)], ids=["told", "quiet"])
+@pytest.mark.parametrize(
+    "quiet", [(), pytest.param(("-q",), marks=pytest.mark.exhaustive)], ids=["told", "quiet"]
+)
 def test_a_watched_report_tells_of_the_worst_pair(ran, pipeline_dir, tmp_path, quiet):
     from quantkit.cli.evaluate_command import evaluate
 

@@ -20,7 +20,7 @@ from quantkit.resources import kernel_sources
 from tests.support.attention_cases import SIZES, Heads
 from tests.support.hopper_cases import compile_kernel, symbol
 from tests.support.kernel_cases import DTYPES, launch, need, same_codes
-from tests.support.sampling import one_of_each
+from tests.support.sampling import one_of_each, turned
 
 FORMATS = ("e4m3fn", "int8")
 #: Scales: of an ordinary result, of one that saturates, and two that division needs care with.
@@ -60,9 +60,9 @@ def host():
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("columns", [8, 40, 64, 72, 128, 160])
-def test_codes_are_those_of_the_16_bit(columns, fmt):
+@pytest.mark.parametrize("case", turned([8, 40, 64, 72, 128, 160], FORMATS))
+def test_codes_are_those_of_the_16_bit(case):
+    columns, fmt = case
     for index, sizes in enumerate(SIZES):
         heads = Heads.draw(sizes, columns, pictures=2, heads=3, seed=sum(sizes))
         changes = CHANGES[index % len(CHANGES)]
@@ -96,12 +96,13 @@ def test_nan_and_infinity_become_what_quantizing_makes_of_them():
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("layout", ["gfx12", "sm89"])
 @pytest.mark.parametrize(
-    ("columns", "fmt"), [(40, "e4m3fn"), (64, "int8"), (72, "e4m3fn"), (128, "e4m3fn")]
+    "case",
+    turned([(40, "e4m3fn"), (64, "int8"), (72, "e4m3fn"), (128, "e4m3fn")], ["sm89", "gfx12"]),
 )
-def test_lanes_of_every_layout_write_their_codes(layout, columns, fmt):
+def test_lanes_of_every_layout_write_their_codes(case):
     """Emulated lane by lane, with sentinels around what is written."""
+    (columns, fmt), layout = case
     for sizes in ((1, 1), (37, 101), (130, 65)):
         heads = Heads.draw(sizes, columns, pictures=2, heads=3, seed=sum(sizes))
         op, arguments = heads.call(fmt, dtype=torch.bfloat16)

@@ -20,6 +20,7 @@ from quantkit.numerics.attention_factors import KEYS, cut_to_float16, in_float16
 from quantkit.numerics.scales import decode
 from tests.support.attention_cases import SIZES, Heads
 from tests.support.kernel_cases import need
+from tests.support.sampling import turned
 
 FORMATS = ("e4m3fn", "int8")
 WIDE = tuple(op for op in OPS if op.family == "attention_f16")
@@ -61,19 +62,18 @@ def exact(heads, codes):
     return y.unflatten(0, (-1, heads.heads)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("columns", [16, 40, 64, 72, 128, 144, 160])
-def test_the_kernel_rounds_as_the_reference_does(columns, fmt):
+@pytest.mark.parametrize("case", turned([16, 40, 64, 72, 128, 144, 160], FORMATS))
+def test_the_kernel_rounds_as_the_reference_does(case):
+    columns, fmt = case
     for sizes in SIZES:
         heads = Heads.draw(sizes, columns, pictures=2, seed=sum(sizes))
         check_same(*both(heads.call(fmt, pv=None)))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("columns", [40, 64, 128])
-@pytest.mark.parametrize("sharpness", [0.1, 1.0, 8.0], ids=["flat", "plain", "peaked"])
-def test_probabilities_and_values_cost_little(columns, fmt, sharpness):
+@pytest.mark.parametrize("case", turned([40, 64, 128], FORMATS, [0.1, 1.0, 8.0], times=2))
+def test_probabilities_and_values_cost_little(case):
     """What rounding both to 11 bits costs; to the 4 of e4m3fn, more than 64 times that."""
+    columns, fmt, sharpness = case
     for sizes in ((37, 101), (64, 4096)):
         heads = Heads.draw(sizes, columns, heads=1, offset=0.0)
         heads = replace(heads, q=sharpness * heads.q)
@@ -168,6 +168,7 @@ def test_others_have_no_kernel(name):
 BARS = {"d64": (0.70, 5.5), "d128": (0.75, 4.4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["gfx1200", "gfx1201"])
 def test_gfx12_code_keeps_its_bars(target, tmp_path):
     from quantkit.device.aot.object_build import build

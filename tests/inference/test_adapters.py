@@ -25,7 +25,7 @@ from tests.support.adapters import RANK, ByHand, branches
 from tests.support.answers import step
 from tests.support.loading import plain, unet_class, weight_files
 from tests.support.packed import pack_component, packed_module
-from tests.support.sampling import turned
+from tests.support.sampling import one_of_each, turned
 
 peft = pytest.importorskip("peft")
 
@@ -156,7 +156,7 @@ def test_adapters_are_swapped_while_loaded(packed_dir, lora, compiled):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["linear", "conv"])
+@pytest.mark.parametrize("kind", one_of_each(("linear", "conv"), type))
 def test_adapted_layers_compile_without_a_graph_break(kind):
     """As aot_eager traces them, through their operators' fake implementations."""
     dense = nn.Linear(32, 32) if kind == "linear" else nn.Conv2d(32, 32, 3, 1, 1)
@@ -303,7 +303,7 @@ def test_what_changes_the_weights_that_it_adapts_is_refused(options, line):
         peft.inject_adapter_in_model(config, Both(SCHEMES["token"]))
 
 
-@pytest.mark.parametrize("order", ["fused-first", "adapted-first"])
+@pytest.mark.parametrize("order", one_of_each(("adapted-first", "fused-first"), type))
 def test_fused_projections_step_aside_for_adapters(pipeline_dir, tmp_path, order):
     folder = tmp_path / "unet"
     shutil.copytree(pipeline_dir / "unet", folder)

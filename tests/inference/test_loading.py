@@ -95,6 +95,7 @@ def test_layers_are_near_reference_and_near_the_original(pipeline_dir, packed_di
             assert 1e-3 < layer.dense < (0.6 if info.scheme.sparsity else 0.15), info.name
 
 
+@pytest.mark.slow
 def test_a_packed_unet_compiles_without_a_graph_break(packed_dir):
     model = unet_class().from_pretrained(packed_dir / "unet")
     x, text = torch.randn(1, 4, 8, 8), torch.randn(1, 16, 32)
