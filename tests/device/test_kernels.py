@@ -329,8 +329,8 @@ def gated():
     first = {op.family: op for op in reversed(OPS.values())}
     for arch, op in product(COMPILED, OPS.values()):
         slow = arch.name == "gfx1201" and op is first[op.family]
-        marks = pytest.mark.slow if slow else pytest.mark.exhaustive
-        marks = () if op is first["conv"] else marks
+        marks = [pytest.mark.slow if slow else pytest.mark.exhaustive]
+        marks = [] if op is first["conv"] else marks
         yield pytest.param(arch, op, marks=marks, id=f"{arch.name}-{op.name}")
 
 

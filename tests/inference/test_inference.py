@@ -53,7 +53,7 @@ SCHEMES = {
     "none-smooth-sparse": Scheme(E5M2, PerChannel(), TWO_OF_FOUR, NONE, smooth=True),
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CONVS = {
+CONVS: dict[str, dict[str, Any]] = {
     "3x3": {"kernel_size": 3, "padding": 1},
     "3x3-stride": {"kernel_size": 3, "padding": 1, "stride": 2},
     "1x1": {"kernel_size": 1},
