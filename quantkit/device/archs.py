@@ -11,7 +11,7 @@ TileSpeed = tuple[tuple[str, tuple[float, ...]], ...]
 
 
 class Toolchain(Enum):
-    """What compiles for a target."""
+    """The compiler of a target."""
 
     #: clang >= 22, ahead of time, to a linked code object
     CLANG = "clang"
@@ -22,7 +22,7 @@ class Toolchain(Enum):
 
 
 class OneLaunch(Enum):
-    """What makes all codes of a call of attention in one launch."""
+    """The operation that makes all codes of an attention call in one launch."""
 
     #: three projections of an input, which end in them
     PROJECTIONS = "projections"
@@ -32,7 +32,7 @@ class OneLaunch(Enum):
 
 @dataclass(frozen=True)
 class RegisterFile:
-    """What limits how many waves a SIMD holds at once."""
+    """Limits on the waves that a SIMD holds at once."""
 
     #: vector registers per lane in one SIMD
     registers: int
@@ -57,7 +57,7 @@ class RegisterFile:
 
 @dataclass(frozen=True)
 class MatrixUnit:
-    """What bounds a loop of matrix instructions."""
+    """Rates that bound a loop of matrix instructions."""
 
     #: cycles that one instruction on 8-bit codes keeps the matrix unit of a SIMD
     cycles: int

@@ -1,4 +1,4 @@
-"""What can compute an operation, and asking for one of them."""
+"""Backends of operations, and forcing one of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Backend(Enum):
-    """What computes an operation."""
+    """A backend that computes operations."""
 
     #: the HIP source, compiled by the system's C++ compiler, run lane by lane
     HOST = "host"

@@ -1,9 +1,9 @@
-"""Where compiled kernels are kept: one folder per sources, compiler, options and machine.
+"""The cache of compiled kernels: one folder per sources, compiler, options and machine.
 
-Folders that were not used for longest are deleted when all of them together outgrow the limit.
+The least recently used folders are deleted when all of them together exceed the limit.
 
-What lies here is loaded as code, so nobody else may write it: folders belong to the user, with mode
-0700, and no link is followed in them.
+Files here are loaded as code, so no other user may write them: folders belong to the user, with
+mode 0700, and no link is followed in them.
 """
 
 import hashlib

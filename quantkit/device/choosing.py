@@ -1,4 +1,4 @@
-"""Where an operation runs, and why not on a kernel when it does not."""
+"""Choosing the backend of an operation, with the reason where it is no kernel."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

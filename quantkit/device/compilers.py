@@ -1,4 +1,4 @@
-"""Which compilers and tools this machine has. Nothing is compiled here."""
+"""Finding the compilers and tools of this machine. Nothing is compiled here."""
 
 import importlib.util
 import os

@@ -29,7 +29,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one variant is launched."""
+    """The launch geometry of one variant."""
 
     #: threads of a block, all along x
     block: int

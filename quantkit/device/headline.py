@@ -1,4 +1,4 @@
-"""The first thing to know of a machine: which GPU runs quantkit's kernels, or why none does."""
+"""A headline on this machine: the GPU that runs quantkit's kernels, or why none does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which kernels ran: a count per operation, variant and back end, while someone listens."""
+"""A log of kernels: a count per operation, variant and backend, while it is open."""
 
 import threading
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What this machine has for quantkit: devices, compilers, and the back end of each operation."""
+"""A survey of this machine: devices, compilers, and the backend of each operation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class OpChoice:
-    """Where an operation would run."""
+    """The backend of an operation on this machine."""
 
     op: str
     device: str
@@ -44,7 +44,7 @@ class OpChoice:
 
     @property
     def backend(self) -> str:
-        """What computes it: attention without a kernel is torch's, in 16 bit."""
+        """The backend's name: attention without a kernel is torch's, in 16 bit."""
         no_kernel = self.choice.backend is Backend.REFERENCE
         is_attention = find_op(self.op).family.startswith("attention")
         return "torch" if no_kernel and is_attention and is_free() else self.choice.backend.value
@@ -142,7 +142,7 @@ def _describe_gpu(index: int) -> Gpu:
 
 @dataclass(frozen=True)
 class _Objects:
-    """Where a GPU's kernels come from."""
+    """The source of a GPU's kernels."""
 
     kernels: str
     driver: str

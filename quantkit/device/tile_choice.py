@@ -1,4 +1,4 @@
-"""Which tiles of the menu a target has, and which one a GEMM takes."""
+"""The tiles of a target, and choosing one for a GEMM."""
 
 from collections.abc import Sequence
 from functools import lru_cache

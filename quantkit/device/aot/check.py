@@ -39,7 +39,7 @@ _MATRIX_INSTRUCTION = re.compile(r"\bv_(?:s?wmmac?)_\w+")
 
 @dataclass(frozen=True)
 class Finding:
-    """What was read from one object, and what is wrong with it."""
+    """The resources of one object, and its faults."""
 
     kernel: ManifestKernel
     #: waves per SIMD that fit at once

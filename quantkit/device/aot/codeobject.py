@@ -1,4 +1,4 @@
-"""What a compiled kernel needs, read from the object itself: registers, LDS, spills, arguments."""
+"""Resources of a compiled kernel, read from its object: registers, LDS, spills, arguments."""
 
 import struct
 from collections import Counter

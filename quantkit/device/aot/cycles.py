@@ -1,4 +1,4 @@
-"""How long a pass of the K loop takes with its latencies: the waves of a compute unit, in step.
+"""Cycle estimates of the K loop with latencies: a simulation of the waves of a compute unit.
 
 ``k_loop`` counts what is issued; here every wave runs the loop's instructions in their order, waits
 for its loads and at its barriers, and shares matrix units and LDS with the others. What is not in
@@ -19,7 +19,7 @@ from quantkit.device.archs import MatrixUnit
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What nobody says of the hardware: cycles from an issue to the use of its result."""
+    """Assumed latencies, not published by vendors: cycles from issue to use of the result."""
 
     #: other instructions issue while a matrix instruction runs
     co_issue: bool

@@ -1,6 +1,6 @@
-"""What llvm-objdump prints of an AMD object, as instructions: operands, scalar registers, branches.
+"""Parsing llvm-objdump's output of AMD objects: instructions, scalar registers, branches.
 
-Only as much as the gates of ``check`` ask: what stands in vector registers is nowhere looked at.
+Only what the gates of ``check`` need: contents of vector registers are not tracked.
 """
 
 import re

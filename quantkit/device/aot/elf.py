@@ -1,4 +1,4 @@
-"""Just enough of ELF and MessagePack to read what compilers say about kernels."""
+"""Reading compilers' metadata of kernels from ELF and MessagePack."""
 
 import struct
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ _COUNTERS = {"sa_sdst": (0, 1), "va_vcc": (1, 1), "va_sdst": (9, 3)}
 
 @dataclass(frozen=True)
 class _State:
-    """What may have happened on some way to a place in the code."""
+    """The possible states on all paths to a place in the code."""
 
     #: pairs that a vector instruction has read
     read: frozenset[str] = _NONE

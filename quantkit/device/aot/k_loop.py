@@ -1,4 +1,4 @@
-"""The K loop of a compiled GEMM: what it issues, and the share of the matrix peak that leaves.
+"""The K loop of a compiled GEMM: its instructions, and the share of the matrix peak they allow.
 
 The model, its constants and what it leaves out stand in docs/notes/kernels.md.
 """

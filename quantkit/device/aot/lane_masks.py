@@ -1,4 +1,4 @@
-"""Which lanes are on where a matrix instruction stands: it wants all of them.
+"""Checks that all lanes are active at matrix instructions, which require it.
 
 Followed along every way through the code: sets of scalar registers, ``exec`` among them, that hold
 all lanes between them. ``{exec}`` says that no lane is off. Branches of a condition are left by

@@ -1,4 +1,4 @@
-"""manifest.json: what another program needs to launch the objects beside it."""
+"""manifest.json: the data that another program needs to launch the objects next to it."""
 
 import hashlib
 import json

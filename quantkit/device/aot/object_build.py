@@ -36,7 +36,7 @@ _CLANG_OPTIONS = (
 
 @dataclass(frozen=True)
 class _Builder:
-    """How one target's variants become files."""
+    """The builder of one target's variants."""
 
     compiler: str
     options: tuple[str, ...]

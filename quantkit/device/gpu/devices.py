@@ -1,4 +1,4 @@
-"""The GPUs of this machine: what runs kernels on each, and why not when nothing does."""
+"""The GPUs of this machine, with the loader of each, or the reason that there is none."""
 
 import threading
 from collections.abc import Callable
@@ -64,7 +64,7 @@ class Device:
 
     @property
     def target(self) -> str:
-        """What kernels are compiled for: the architecture, in the compiler's spelling."""
+        """The target of kernels: the architecture, in the compiler's spelling."""
         return self.arch.target_for(self.name)
 
     def function(self, kernel: Kernel, shared_bytes: int) -> Function:

@@ -20,7 +20,7 @@ Entry = Callable[..., int]
 
 @dataclass(frozen=True)
 class TensorEntries:
-    """What kernels with tensor maps need beyond modules."""
+    """Driver functions for kernels with tensor maps, besides those of modules."""
 
     #: cuFuncSetAttribute: (function, attribute, value)
     set_attribute: Entry
@@ -62,7 +62,7 @@ class Driver:
 
     @property
     def compiler_identity(self) -> str:
-        """What the compiler is, for the cache's key.
+        """The compiler's identity, for the cache's key.
 
         Raises:
             CompilerMissingError: there is none.

@@ -1,4 +1,4 @@
-"""Calls whose operands lie where they lay at the call before, but for an input and the output.
+"""Repeated calls with operands at the same addresses, except input and output.
 
 A layer's product and, before it, the quantizing of its input: addresses of weights and scales stand
 in the arguments already. Codes in between are nobody's tensor: their memory is taken from torch's

@@ -1,4 +1,4 @@
-"""What the loader runs: kernels of three kinds, and the launch of each but for its addresses."""
+"""Kernels of three kinds for the loader, and each one's launch without addresses."""
 
 from dataclasses import dataclass, replace
 

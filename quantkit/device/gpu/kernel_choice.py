@@ -1,4 +1,4 @@
-"""Which kernel computes an operation: Hopper's own, or a tile of the menu."""
+"""Choosing the kernel of an operation: Hopper's own, or a tile of the menu."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -72,7 +72,7 @@ def why_not_hopper(device: Device) -> str:
 
 @dataclass(frozen=True)
 class _Requirements:
-    """How exact sums have to be, on how many multiprocessors, and whether there are tensor maps."""
+    """Requirements on a kernel: exactness of sums, multiprocessors, and tensor maps."""
 
     accurate: bool
     units: int

@@ -38,7 +38,7 @@ _HOPPER = ((*_PARTIAL, 160), (300, 264, 160))
 
 @dataclass(frozen=True)
 class DeviceState:
-    """What was found out about a GPU."""
+    """The result of a GPU's self-test."""
 
     index: int
     #: None when nothing runs on it

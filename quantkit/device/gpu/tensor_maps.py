@@ -1,4 +1,4 @@
-"""Tensor maps: what Hopper's copy engine knows of a tensor, made by cuTensorMapEncodeTiled.
+"""Encoding tensor maps for Hopper's copy engine by cuTensorMapEncodeTiled.
 
 A map is 128 opaque bytes that hold the tensor's address, and is passed by value.
 """

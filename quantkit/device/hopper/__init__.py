@@ -1,1 +1,1 @@
-"""What NVIDIA's Hopper (sm_90a) has of its own: tiles, tensor maps, kernels."""
+"""Tiles, tensor maps and kernels for NVIDIA's Hopper (sm_90a)."""

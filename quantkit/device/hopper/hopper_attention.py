@@ -50,7 +50,7 @@ class HopperAttention:
 
     @property
     def name(self) -> str:
-        """What was chosen, as ``f16_e4m3fn_d64`` or ``f16_e4m3fn_d64_maps``."""
+        """The name of the choice, as ``f16_e4m3fn_d64`` or ``f16_e4m3fn_d64_maps``."""
         maps = ("maps",) if self.maps else ()
         codes = (self.y_format,) if self.y_format else ()
         return "_".join((self.io, self.qk_format, f"d{self.head}", *maps, *codes))

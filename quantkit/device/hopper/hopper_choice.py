@@ -1,4 +1,4 @@
-"""Which tile a Hopper GEMM takes, from measured costs."""
+"""Choosing the tile of a Hopper GEMM by measured costs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

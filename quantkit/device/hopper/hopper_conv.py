@@ -39,7 +39,7 @@ _BOX, _STEP = 256, 8
 
 @dataclass(frozen=True)
 class PixelTiles:
-    """How tiles of ``m`` tokens cover the result."""
+    """The cover of the result by tiles of ``m`` tokens."""
 
     m: int
     #: output pixels of a tile along W

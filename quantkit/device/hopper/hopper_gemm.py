@@ -46,7 +46,7 @@ _META = ("_meta", "_group")
 
 
 class Family(Enum):
-    """What a kernel does beside multiplying; its value begins the name of the operation."""
+    """The family of a kernel by its epilogue; its value begins the name of the operation."""
 
     GEMM = "gemm"
     #: tokens are read from pictures (hopper_conv)
@@ -62,7 +62,7 @@ class Family(Enum):
 
 
 class Sums(Enum):
-    """What sums are made of, and how; what tiles cost depends on it."""
+    """The kind of accumulation, on which the costs of tiles depend."""
 
     #: of FP8: partial sums go to float32 registers every 128 stored products
     ACCURATE = "accurate"
@@ -75,7 +75,7 @@ class Sums(Enum):
 
 
 class Residual(Enum):
-    """What a product is added to, in the order of the macro's values."""
+    """The residual that a product is added to, in the order of the macro's values."""
 
     NONE = "none"
     ADDED = "added"
@@ -193,7 +193,7 @@ class HopperKernel:
 
     @property
     def sums(self) -> Sums:
-        """How products are summed."""
+        """The kind of accumulation."""
         if self.w_format == INT4.name:
             return Sums.INT4
         if self.x_format == INT8.name:
@@ -207,7 +207,7 @@ class HopperKernel:
 
     @cached_property
     def op(self) -> Op:
-        """What it computes."""
+        """The operation that it computes."""
         return find_op(self.operation)
 
     @property
@@ -218,7 +218,7 @@ class HopperKernel:
 
     @property
     def name(self) -> str:
-        """What was chosen, as ``e4m3fn_e4m3fn_token_channel_f16_accurate_c128x192``."""
+        """The name of the choice, as ``e4m3fn_e4m3fn_token_channel_f16_accurate_c128x192``."""
         codes = (self.y_format,) if self.gated or self.activates else ()
         # The formats say it of integers.
         mode = (self.sums.value,) if self.sums in {Sums.ACCURATE, Sums.FAST} else ()

@@ -1,4 +1,4 @@
-"""What Hopper's copy engine is told of a tensor, as plain numbers; gpu.tensor_maps encodes it."""
+"""Tensor maps of Hopper's copy engine as plain numbers; gpu.tensor_maps encodes them."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,7 +10,7 @@ ITEM_BYTES = {"u8": 1, "f16": 2, "bf16": 2, "f32": 4}
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What cuTensorMapEncodeTiled is told of a tensor, the last dimension first.
+    """The arguments of cuTensorMapEncodeTiled for a tensor, the last dimension first.
 
     Interleave none, L2 promotion 256 bytes, zeros outside.
     """

@@ -21,7 +21,7 @@ _SIZES = ("rows", "row_bytes", "meta_bytes", "row_factors", "groups")
 
 
 class Check(ctypes.Structure):
-    """What kernels/host/check.cpp calls by the same name, and explains."""
+    """The struct of the same name in kernels/host/check.cpp, which explains it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _ADDRESSES),

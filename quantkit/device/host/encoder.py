@@ -26,7 +26,7 @@ _CHOICES = ("dtype", "format", "sparse", "pow2")
 
 
 class Job(ctypes.Structure):
-    """What kernels/host/encode.cpp calls by the same name, and explains."""
+    """The struct of the same name in kernels/host/encode.cpp, which explains it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _ADDRESSES),

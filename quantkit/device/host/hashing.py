@@ -18,7 +18,7 @@ _START = (
 
 
 class Digest(Protocol):
-    """What of hashlib is used here."""
+    """The part of hashlib's interface that is used here."""
 
     def update(self, data: memoryview, /) -> None:
         """Take the next bytes."""
@@ -75,7 +75,7 @@ def why_unavailable() -> str:
 
 
 class _Hash(ctypes.Structure):
-    """What kernels/host/sha256.cpp calls by the same name."""
+    """The struct of the same name in kernels/host/sha256.cpp."""
 
     _fields_ = (
         ("state", ctypes.c_uint32 * 8),

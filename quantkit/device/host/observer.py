@@ -1,4 +1,4 @@
-"""What calibration wants to know of an input, in one pass over it, compiled for this machine."""
+"""Calibration statistics of an input in one pass, compiled for this machine."""
 
 import ctypes
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _SIZES = ("outer", "channels", "inner")
 
 
 class Observe(ctypes.Structure):
-    """What kernels/host/observe.cpp calls by the same name, and explains."""
+    """The struct of the same name in kernels/host/observe.cpp, which explains it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _ADDRESSES),

@@ -1,4 +1,4 @@
-"""What operations of every room have: formats of codes, the type of results, sizes."""
+"""Axes of operations of all kinds: formats of codes, the dtype of results, sizes."""
 
 from quantkit.device.ops.op import Argument, Axis
 from quantkit.numerics.formats import FORMATS, INT8

@@ -1,4 +1,4 @@
-"""Checks of what is handed to an operation, before anything runs on it."""
+"""Checks of operands before an operation runs."""
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 

@@ -1,4 +1,4 @@
-"""What an operation is: a row with its variants, arguments, checks and reference in PyTorch.
+"""The type of an operation: a row with variants, arguments, checks and reference in PyTorch.
 
 A variant is one compile of one source: a word per axis. Its words, joined, are its name; the index
 of each word is the value of the axis' macro (kernels/include/config.h holds the same numbers).
@@ -28,7 +28,7 @@ Sizes = dict[str, int] | ConvShape
 
 
 class WeightKind(Enum):
-    """How the weights of a product lie in memory, in the order of the macro's values."""
+    """The layout of a product's weights in memory, in the order of the macro's values."""
 
     DENSE = "dense"
     #: two of four are stored, and their positions
@@ -78,7 +78,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Budget:
-    """How far a kernel may be from the exact result."""
+    """The error that a kernel may have against the exact result."""
 
     #: squared error over squared size, beyond the square of the output dtype's eps
     nmse: float
@@ -158,7 +158,7 @@ class Op:
 
     @cached_property
     def inputs(self) -> int:
-        """How many operands it reads."""
+        """The number of operands that it reads."""
         return sum(a.is_pointer and not a.written for a in self.args)
 
     @property
@@ -221,7 +221,7 @@ class Variant:
 
     @property
     def geometry(self) -> Geometry:
-        """How it is launched."""
+        """Its launch geometry."""
         return geometry_of(self.source, self.tile_word, self.op.weights.value)
 
     @property

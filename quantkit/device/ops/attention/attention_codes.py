@@ -1,4 +1,4 @@
-"""Attention that ends in codes, for a layer that alone reads it: the output projection."""
+"""Attention fused with quantization for the output projection, its only reader."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Three products of one input that end in codes of attention's heads: one launch for all of them.
+"""Three projections of one input to codes of attention's heads in one launch.
 
 What is computed is ``project_codes`` of queries and keys and ``project_values`` of values, to the
 bit; factors of heads, and means that are taken off, are in scales and biases as there.

@@ -1,4 +1,4 @@
-"""Products that end in codes of attention's heads: no separate pass makes them.
+"""Projections fused with quantization to codes of attention's heads.
 
 Factors of heads, and means that are taken off, are in the scales of channels and the bias: with
 a factor a and a mean mu of a head, w_scale a and (bias - mu) a.

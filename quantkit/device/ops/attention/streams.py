@@ -35,7 +35,7 @@ ROTATIONS = ("none", "pairs", "halves")
 
 @dataclass(frozen=True, eq=False)
 class Streams:
-    """Where heads lie in one or two streams: (B, T1, C1) and (B, T2, C2), or None."""
+    """The layout of heads in one or two streams: (B, T1, C1) and (B, T2, C2), or None."""
 
     first: Tensor
     second: Tensor | None

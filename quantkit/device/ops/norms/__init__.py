@@ -1,1 +1,1 @@
-"""Norms, activations and casts: what makes the codes of inputs, and what is observed of them."""
+"""Norms, activations and casts that quantize inputs, and statistics for calibration."""

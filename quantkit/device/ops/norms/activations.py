@@ -1,4 +1,4 @@
-"""Activations between two layers, and the codes of what they give."""
+"""Activations between two layers, fused with quantization."""
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 

@@ -1,4 +1,4 @@
-"""What operations share that quantize what a norm gives: numbers per column, one static scale."""
+"""Common parts of norms with quantization: numbers per column, one static scale."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""GEGLU on codes: one kernel gates and quantizes the product while it has it."""
+"""GEGLU on codes: one kernel multiplies, gates and quantizes."""
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 

@@ -1,4 +1,4 @@
-"""Products behind which an activation stands: its codes are all that leaves them."""
+"""Products fused with an activation and quantization."""
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 

@@ -1,4 +1,4 @@
-"""Products that are added to something: it is an operand, and what is rounded is their sum."""
+"""Products fused with a residual sum, which is rounded once."""
 
 from collections.abc import Callable
 from dataclasses import replace

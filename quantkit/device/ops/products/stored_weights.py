@@ -1,4 +1,4 @@
-"""What operations that multiply codes share: axes, arguments, and the axis of their weights."""
+"""Common parts of products of codes: axes, arguments, and the axis of their weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
