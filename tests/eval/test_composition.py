@@ -27,10 +27,10 @@ from quantkit.eval.measuring.resemblance import LEAST_OTHERS, Resemblance
 from quantkit.eval.measuring.sample_statistics import summarize
 from quantkit.eval.world.scenes import captions, draw_distinct_scenes
 
+from docs.training.render import render
+from docs.training.scene_layout import lay_out
 from quantkit.resources import demo_assets
 from tests.support.pictures import CPU, fake_clip, made_pairs, noisy
-from training.render import render
-from training.scene_layout import lay_out
 
 COUNT = 12
 ONLY_BROKEN = Limits(None, None, None, 0.0)

@@ -20,9 +20,7 @@ from quantkit.eval.world.alexnet import (
 from quantkit.eval.world.outlines import SHAPES, signed_distance
 from torch import Generator, nn
 
-from quantkit.errors import ModelError
-from quantkit.resources import demo_assets
-from training import (
+from docs.training import (
     sheet,
     tokens,
     train_clip,
@@ -30,10 +28,12 @@ from training import (
     train_samples,
     train_unet,
 )
-from training.render import draw_pictures, render
-from training.scene_layout import SIDE, lay_out
-from training.train import main as run_training
-from training.train_vae import psnr
+from docs.training.render import draw_pictures, render
+from docs.training.scene_layout import SIDE, lay_out
+from docs.training.train import main as run_training
+from docs.training.train_vae import psnr
+from quantkit.errors import ModelError
+from quantkit.resources import demo_assets
 
 #: What all assets together may take in git.
 MOST_BYTES = 32_000_000

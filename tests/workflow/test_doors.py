@@ -165,7 +165,17 @@ class Made:
         """Calibrate by the recipe that asks for most: int4 packs layers that others keep."""
         key = (name, recipe)
         if key not in self.taken:
-            how = ("-r", recipe, "--count", 1, "--set", "calibration.steps=10", "--device", "cpu", "-q")
+            how = (
+                "-r",
+                recipe,
+                "--count",
+                1,
+                "--set",
+                "calibration.steps=10",
+                "--device",
+                "cpu",
+                "-q",
+            )
             files = self.root / f"{name}-{recipe}.c", self.root / f"{name}-{recipe}.h"
             for what, file in zip(("model", "hessian"), files, strict=True):
                 run("calibrate", what, *self.door(name).model, *how, "-o", file)

@@ -7,7 +7,7 @@ fp16, about 15 million parameters, more than half of it in the UNet.
 
 from typing import Any
 
-from training.tokens import (
+from docs.training.tokens import (
     MAX_LENGTH,
     START,
     CaptionEncoder,

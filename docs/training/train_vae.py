@@ -7,15 +7,15 @@ import torch
 from quantkit.eval.world.scenes import draw_scenes
 from torch import Generator, Tensor
 
-from training.render import draw_pictures
-from training.train_common import (
+from docs.training.render import draw_pictures
+from docs.training.train_common import (
     HELD_OUT_SEED,
     Options,
     TrainingPlan,
     frozen,
     train,
 )
-from training.world_models import build_vae
+from docs.training.world_models import build_vae
 
 PLAN = TrainingPlan(steps=3800, batch=256, rate=1e-3, warm_up=200, momentum=(0.9, 0.99))
 #: Weight of the KL term per latent number: enough to keep latents near unit scale, no more.

@@ -6,10 +6,10 @@ import torch
 from quantkit.eval.world.scenes import captions, draw_distinct_scenes
 from torch import Generator, Tensor
 
-from training.sheet import save_sheet
-from training.tokens import MAX_LENGTH
-from training.train_clip import load_clip
-from training.train_common import HELD_OUT_SEED, PROMPT_SEED, Options, frozen
+from docs.training.sheet import save_sheet
+from docs.training.tokens import MAX_LENGTH
+from docs.training.train_clip import load_clip
+from docs.training.train_common import HELD_OUT_SEED, PROMPT_SEED, Options, frozen
 
 #: Prompts of ``prompts.txt``, and pictures of the larger sample that makes the share precise.
 PROMPTS, MANY = 64, 512

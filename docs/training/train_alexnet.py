@@ -25,8 +25,8 @@ from quantkit.eval.world.scenes import (
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from training.render import draw_pictures
-from training.train_common import (
+from docs.training.render import draw_pictures
+from docs.training.train_common import (
     HELD_OUT_SEED,
     Options,
     TrainingPlan,

@@ -6,7 +6,7 @@ from quantkit.eval.world.scenes import ALONE, FILLS, PATTERNS, Scenes, draw_scen
 from torch import Generator, Tensor
 from torch.nn import functional
 
-from training.scene_layout import SIDE, Layout, lay_out
+from docs.training.scene_layout import SIDE, Layout, lay_out
 
 #: Share of the accent in a fill's and in a background's second tone. Backgrounds stay quieter,
 #: so that a thing stands out on any of them.

@@ -13,8 +13,8 @@ import torch
 from quantkit.eval.world.scenes import Scenes
 from torch import Generator, Tensor, nn
 
-from training.render import render
-from training.scene_layout import lay_out
+from docs.training.render import render
+from docs.training.scene_layout import lay_out
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

@@ -8,16 +8,16 @@ from quantkit.eval.world.scenes import draw_scenes
 from torch import Generator, Tensor
 from torch.nn import functional
 
-from training.tokens import MAX_LENGTH, CaptionEncoder
-from training.train_common import (
+from docs.training.tokens import MAX_LENGTH, CaptionEncoder
+from docs.training.train_common import (
     HELD_OUT_SEED,
     Options,
     TrainingPlan,
     frozen,
     train,
 )
-from training.train_vae import load_vae
-from training.world_models import (
+from docs.training.train_vae import load_vae
+from docs.training.world_models import (
     LATENT_CHANNELS,
     LATENT_SIDE,
     build_scheduler,

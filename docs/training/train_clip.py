@@ -9,17 +9,17 @@ from quantkit.eval.world.scenes import Scenes, draw_distinct_scenes, draw_scenes
 from torch import Generator, Tensor
 from torch.nn import functional
 
-from training.render import render
-from training.scene_layout import lay_out
-from training.tokens import CaptionEncoder, write_tokenizer
-from training.train_common import (
+from docs.training.render import render
+from docs.training.scene_layout import lay_out
+from docs.training.tokens import CaptionEncoder, write_tokenizer
+from docs.training.train_common import (
     HELD_OUT_SEED,
     Options,
     TrainingPlan,
     frozen,
     train,
 )
-from training.world_models import IMAGE_PROCESSOR, build_clip
+from docs.training.world_models import IMAGE_PROCESSOR, build_clip
 
 PLAN = TrainingPlan(steps=2000, batch=2048, rate=1e-3, warm_up=200, decay=0.1, momentum=(0.9, 0.98))
 #: A quarter of a batch differs from another quarter in one word each, or colours would do.

@@ -1,8 +1,8 @@
 """Train the bundled pipeline, CLIP and the feature network from nothing, on one GPU.
 
-    python -m training.train -o DIR  # under 15 minutes on one H200
-    python -m training.train -o DIR --stages unet,samples
-    python -m training.train -o DIR --device cpu --scale 1e-3 --batch-scale 1e-2
+    python -m docs.training.train -o DIR  # under 15 minutes on one H200
+    python -m docs.training.train -o DIR --stages unet,samples
+    python -m docs.training.train -o DIR --device cpu --scale 1e-3 --batch-scale 1e-2
 
 A stage reads what earlier stages wrote under DIR. Figures go to DIR/training.json.
 """
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import transformers
 
-from training.train_alexnet import train_alexnet
-from training.train_clip import train_clip
-from training.train_common import Options, read_figures, write_figures
-from training.train_samples import sample_pipeline
-from training.train_unet import train_unet
-from training.train_vae import train_vae
+from docs.training.train_alexnet import train_alexnet
+from docs.training.train_clip import train_clip
+from docs.training.train_common import Options, read_figures, write_figures
+from docs.training.train_samples import sample_pipeline
+from docs.training.train_unet import train_unet
+from docs.training.train_vae import train_vae
 
 #: Name on the command line and in training.json, in the order in which they need each other.
 STAGES: dict[str, Callable[[Options], dict[str, Any]]] = {
@@ -70,7 +70,7 @@ def _run_stage(name: str, options: Options, arguments: list[str] | None) -> None
     figures = read_figures(options.out)
     given = sys.argv[1:] if arguments is None else arguments
     stage = {
-        "command": " ".join(["python -m training.train", *given]),
+        "command": " ".join(["python -m docs.training.train", *given]),
         "device": _device_name(options.device),
         "versions": {item: version(item) for item in ("torch", "transformers", "diffusers")},
         "seed": options.seed,
