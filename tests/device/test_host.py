@@ -250,12 +250,13 @@ def test_a_library_that_does_not_load_names_its_compiler(fresh_host, monkeypatch
     monkeypatch.setenv("CXX", "gcc")
 
     def command(output):
-        source = output.parent / "throws.cpp"
-        source.write_text("void f() { throw 1; }")
+        # A function would be looked for when it is called, or found in what other tests loaded.
+        source = output.parent / "lacks.cpp"
+        source.write_text("extern int nowhere; int* f() { return &nowhere; }")
         return [*compiling.base_command(), "-shared", "-o", str(output), str(source)]
 
     with pytest.raises(KernelError, match=r"what 'gcc' built does not load.*set CXX to a C\+\+"):
-        compiling.open_library("throws.so", command)
+        compiling.open_library("lacks.so", command)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from quantkit.bench.kernels.stopping import stopping_early
 from quantkit.bench.kernels.timing import Stopwatch, TimingPlan
 from quantkit.device import log
 from quantkit.device.backends import Backend
-from quantkit.errors import KernelError, QuantkitError
+from quantkit.errors import KernelError, QuantkitError, ShapeError
 from quantkit.progress import Progress
 
 #: What torch raises when it cannot do something.
@@ -128,7 +128,7 @@ def _check(operation: Operation, contender: Contender, problem: Problem) -> _Rig
             judged = judge(contender, problem, output)
     except UnavailableError as refusal:
         return row(Verdict.CANNOT, str(refusal))
-    except (KernelError, *REFUSALS) as refusal:
+    except (KernelError, ShapeError, *REFUSALS) as refusal:
         # A device's memory is no mistake of ours.
         if contender.own and not isinstance(refusal, (QuantkitError, torch.cuda.OutOfMemoryError)):
             raise
