@@ -25,7 +25,7 @@ from quantkit.numerics.attention_factors import head_factors
 
 #: What a mean of K values may be off, over 1 / sqrt(K) of their rms: where sums have another order,
 #: a probability is the next code, and with codes that are made first one of q, k or v is, too.
-_PROBABILITIES, _HEADS = 0.3, 0.7
+_PROBABILITIES, _HEADS = 0.5, 0.7
 
 
 def _operator(problem: Problem) -> PreparedCall:
