@@ -13,8 +13,8 @@
 // to io.
 //
 // Launch: 128 threads per multiplying warpgroup and 128 that copy, grid of at most one block per
-// multiprocessor, dynamic shared memory kSharedBytes. quantkit/device/hopper/hopper_geglu.py has the
-// tiles. Lanes: the accumulators' map stands in mma_sm90.h.
+// multiprocessor, dynamic shared memory kSharedBytes. quantkit/device/hopper/hopper_geglu.py has
+// the tiles. Lanes: the accumulators' map stands in mma_sm90.h.
 #include "gated_sm90.h"
 #include "gemm_sm90.h"
 

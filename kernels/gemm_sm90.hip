@@ -14,8 +14,8 @@
 //
 // Launch: 128 threads per multiplying warpgroup and 128 that copy, grid of at most one block per
 // multiprocessor (with teams: one team per tile), dynamic shared memory kSharedBytes.
-// quantkit/device/hopper/hopper_gemm.py has the tiles and all these numbers. Lanes: the accumulators' map
-// stands in mma_sm90.h.
+// quantkit/device/hopper/hopper_gemm.py has the tiles and all these numbers. Lanes: the
+// accumulators' map stands in mma_sm90.h.
 #include "epilogue_sm90.h"
 #include "gemm_sm90.h"
 

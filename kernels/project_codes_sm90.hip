@@ -10,8 +10,8 @@
 // loop_sm90.h says; scales and bias in f32, one rounding, saturated; NaN becomes the NaN code.
 //
 // Launch: 128 threads per multiplying warpgroup and 128 that copy, grid of at most one block per
-// multiprocessor, dynamic shared memory kSharedBytes. quantkit/device/hopper/hopper_projections.py has the
-// tiles. Lanes: the accumulators' map stands in mma_sm90.h.
+// multiprocessor, dynamic shared memory kSharedBytes. quantkit/device/hopper/hopper_projections.py
+// has the tiles. Lanes: the accumulators' map stands in mma_sm90.h.
 #include "codes_sm90.h"
 #include "gemm_sm90.h"
 
