@@ -338,7 +338,8 @@ def test_a_live_page_follows_its_evaluation_and_stays_where_it_was(browser, tmp_
             page.locator("[name=order]").select_option("best")
             # Again and again until a reload has seen it: a click may meet a page that goes away.
             shut = "history.state?.shut?.includes('waiting')"
-            eventually(page, f"(document.querySelector('#waiting').open = false, {shut})")
+            close = "document.activeElement.blur(), document.querySelector('#waiting').open = false"
+            eventually(page, f"({close}, {shut})")
             scroll = "window.scrollTo(0, 700), Math.abs(window.scrollY - 700) < 2"
             eventually(page, f"(document.activeElement.blur(), {scroll})")
             run.packed(3, pairs.packed[3:6])
