@@ -42,6 +42,17 @@ class Call:
         leaves = pytree.tree_leaves((self.arguments, dict(self.keywords)))
         return tuple(leaf for leaf in leaves if isinstance(leaf, Value))
 
+    def make(self, tensors: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+        """Call the operator on the tensors of its values, and return those of its results."""
+
+        def fill(argument: Any) -> Any:
+            return replaced(argument, tensors.__getitem__)
+
+        keywords = {name: fill(argument) for name, argument in self.keywords.items()}
+        answers = pytree.tree_leaves(self.operator(*map(fill, self.arguments), **keywords))
+        found = zip(self.results, answers, strict=True)
+        return {value: tensor for value, tensor in found if value is not None}
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -89,11 +100,8 @@ class Program:
             inputs: tensors of the shapes, strides and dtypes that it was recorded with.
         """
         tensors = {**self.constants, **dict(zip(self.inputs, inputs, strict=True))}
-        fill = _filler(tensors)
         for place, call in enumerate(self.calls):
-            answer = call.operator(*map(fill, call.arguments), **_filled(call.keywords, fill))
-            leaves = pytree.tree_leaves(answer)
-            tensors |= {v: t for v, t in zip(call.results, leaves, strict=True) if v is not None}
+            tensors |= call.make(tensors)
             for value in self._last.get(place, ()):
                 del tensors[value]
         return pytree.tree_map_only(Value, tensors.__getitem__, self.output)
@@ -111,14 +119,6 @@ def replaced(argument: Any, change: Callable[[Value], Any]) -> Any:
     if isinstance(argument, list | tuple):
         return type(argument)(replaced(one, change) for one in argument)
     return argument
-
-
-def _filler(tensors: Mapping[Value, Tensor]) -> Callable[[Any], Any]:
-    return lambda argument: replaced(argument, tensors.__getitem__)
-
-
-def _filled(keywords: Mapping[str, Any], fill: Callable[[Any], Any]) -> dict[str, Any]:
-    return {name: fill(argument) for name, argument in keywords.items()}
 
 
 def _told(argument: Any) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,22 +35,13 @@ def _fold(program: Program) -> Program:
     left = []
     for call in program.calls:
         if _lasts(call, program) and all(value in known for value in call.reads):
-            answers = pytree.tree_leaves(_made(call, known))
-            known |= {v: t for v, t in zip(call.results, answers, strict=True) if v is not None}
+            known |= call.make(known)
         else:
             left.append(call)
     read = {value for call in left for value in call.reads} | {*values_in(program.output)}
     constants = {**program.constants, **known}
     kept = {v: t for v, t in constants.items() if v in read or v not in known}
     return replace(program, calls=tuple(left), constants=kept)
-
-
-def _made(call: Call, tensors: Mapping[Value, Tensor]) -> Any:
-    def fill(argument: Any) -> Any:
-        return replaced(argument, tensors.__getitem__)
-
-    keywords = {name: fill(argument) for name, argument in call.keywords.items()}
-    return call.operator(*map(fill, call.arguments), **keywords)
 
 
 def _without_copies(program: Program) -> Program:

@@ -1,40 +1,22 @@
 """Types of single values in recipes, with their checks."""
 
 import re
-import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import translate
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.granularity import parse_granularity
-
-Section = TypeVar("Section", bound="Strict")
 
 
 class Strict(BaseModel):
     """A section of a recipe: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-def section_of(kind: type[Section], values: Mapping[str, Any]) -> Section:
-    """Return a section of a recipe that was put together from options.
-
-    Raises:
-        RecipeError: a value that cannot be, in one line.
-    """
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        complaint = error.errors(include_url=False)[0]
-        place = ".".join(f"{part!s:.80}" for part in complaint["loc"])
-        found = reprlib.repr(complaint["input"])
-        raise RecipeError(f"{place}: {complaint['msg']:.300}, found {found}") from error
 
 
 def printable(name: str) -> str:
