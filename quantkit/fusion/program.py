@@ -1,9 +1,11 @@
 """A step of a model as a list of operator calls, run without the model's Python."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -13,6 +15,26 @@ class Value:
     """A tensor of a program, by its number."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The elements of a tensor in memory."""
+
+    shape: tuple[int, ...]
+    #: in elements
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    #: of the first element in its storage; a copy has the layout of its source all the same
+    offset: int = field(default=0, compare=False)
+    #: a number for its storage, which views share
+    storage: int = field(default=-1, compare=False)
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +90,7 @@ class Program:
     written: frozenset[Value] = frozenset()
     #: constants that Python made of numbers in the step
     literals: frozenset[Value] = frozenset()
-    #: shape, strides, dtype and device of each value
-    layouts: Mapping[Value, Hashable] = field(default_factory=dict, repr=False)
+    layouts: Mapping[Value, Layout] = field(default_factory=dict, repr=False)
     #: those that are read for the last time, by the place of the call
     _last: Mapping[int, tuple[Value, ...]] = field(init=False, repr=False)
 

@@ -1,7 +1,9 @@
 """Leaving out of a program what changes nothing: the answers stay the same, bit for bit."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +23,45 @@ _COPIES = frozenset({_ATEN.clone.default, _ATEN._to_copy.default})  # noqa: SLF0
 def simplify(program: Program) -> Program:
     """Return a program that gives the same answers by fewer calls.
 
-    Calls whose results follow from no input and no weight are made now; of equal calls the first
-    is left, of copies and of products with one their source; and none whose result nobody reads.
+    Operators that write to a tensor of their own give a new one. Calls whose results follow from
+    no input and no weight are made now; of equal calls the first is left, of copies and of products
+    with one their source; and none whose result nobody reads.
     """
-    for step in (_fold, _without_copies, _share, _without_unread):
+    for step in (_out_of_place, _fold, _without_copies, _one_of_equal, _share, without_unread):
         program = step(program)
     return program
+
+
+def _out_of_place(program: Program) -> Program:
+    """Give a result of its own to what writes to a tensor that no view shares."""
+    viewed = {v for call in program.calls if not call.fresh and not call.writes for v in call.reads}
+    own = {v for call in program.calls if call.fresh and not call.writes for v in _results(call)}
+    owned = own - viewed
+    last: dict[Value, Value] = {}
+    numbers = count(1 + max((value.number for value in program.layouts), default=0))
+    calls, layouts, written = [], dict(program.layouts), {*program.written}
+    for call in program.calls:
+        now = _reading_call(call, lambda value: last.get(value, value))
+        twin = _twin(call.operator)
+        target = call.arguments[0] if call.arguments else None
+        if call.writes and twin is not None and target in owned:
+            assert isinstance(target, Value)
+            new = last[target] = Value(next(numbers))
+            layouts[new] = replace(layouts[target], storage=-new.number)
+            now = replace(now, operator=twin, results=(new,), writes=False, fresh=True)
+        elif call.writes:
+            owned -= {*call.reads}
+        calls.append(now)
+    output = pytree.tree_map_only(Value, lambda value: last.get(value, value), program.output)
+    kept = frozenset(written - last.keys())
+    return replace(program, calls=tuple(calls), output=output, layouts=layouts, written=kept)
+
+
+def _twin(operator: Any) -> Any:
+    """Return the operator that writes to a new tensor; None where there is none."""
+    name, overload = operator.overloadpacket.__name__, operator._overloadname  # noqa: SLF001
+    packet = getattr(_ATEN, name.removesuffix("_"), None) if name.endswith("_") else None
+    return getattr(packet, overload, None)
 
 
 def _fold(program: Program) -> Program:
@@ -65,12 +100,39 @@ def _is_copy(call: Call, program: Program) -> bool:
     return source not in program.written and program.layouts[source] == program.layouts[result]
 
 
+def _one_of_equal(program: Program) -> Program:
+    """Read one of several constants of one element that are equal: scales of what several read."""
+    first: dict[Hashable, Value] = {}
+    same: dict[Value, Value] = {}
+    singles = [
+        v for v, t in program.constants.items() if t.numel() == 1 and v not in program.written
+    ]
+    for value, number in zip(singles, _numbers(program, singles), strict=True):
+        same[value] = first.setdefault((program.layouts[value], number), value)
+    return _reading(program, lambda value: same.get(value, value))
+
+
+def _numbers(program: Program, values: Sequence[Value]) -> list[Hashable]:
+    """Return the bits of constants of one element, brought to the host at once."""
+    found: list[Hashable] = [None] * len(values)
+    kinds: dict[Hashable, list[int]] = {}
+    for place, value in enumerate(values):
+        tensor = program.constants[value]
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
+    for places in kinds.values():
+        numbers = torch.stack([program.constants[values[place]].reshape(()) for place in places])
+        rows = numbers.unsqueeze(1).view(torch.uint8).cpu()
+        for place, row in zip(places, rows, strict=True):
+            found[place] = bytes(row.tolist())
+    return found
+
+
 def _share(program: Program) -> Program:
     """Make equal calls once."""
     first: dict[Hashable, tuple[Value | None, ...]] = {}
     same: dict[Value, Value] = {}
     for call in program.calls:
-        key = _key(call, same) if call.fresh and _lasts(call, program) else None
+        key = _key(call, same) if _lasts(call, program) else None
         if key is None or not program.written.isdisjoint(call.reads):
             continue
         others = first.setdefault(key, call.results)
@@ -93,7 +155,7 @@ def _key(call: Call, same: Mapping[Value, Value]) -> Hashable | None:
     return key
 
 
-def _without_unread(program: Program) -> Program:
+def without_unread(program: Program) -> Program:
     """Leave out calls whose results nobody reads, and constants."""
     read = {*values_in(program.output)}
     left: list[Call] = []
@@ -117,13 +179,15 @@ def _lasts(call: Call, program: Program) -> bool:
 
 def _reading(program: Program, change: Callable[[Value], Value]) -> Program:
     """Return a program that reads other values."""
-    calls = tuple(
-        replace(
-            call,
-            arguments=replaced(call.arguments, change),
-            keywords={name: replaced(given, change) for name, given in call.keywords.items()},
-        )
-        for call in program.calls
-    )
+    calls = tuple(_reading_call(call, change) for call in program.calls)
     output = pytree.tree_map_only(Value, change, program.output)
     return replace(program, calls=calls, output=output)
+
+
+def _reading_call(call: Call, change: Callable[[Value], Value]) -> Call:
+    """Return a call that reads other values."""
+    return replace(
+        call,
+        arguments=replaced(call.arguments, change),
+        keywords={name: replaced(given, change) for name, given in call.keywords.items()},
+    )

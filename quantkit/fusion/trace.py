@@ -1,6 +1,6 @@
 """Recording the operators that a step calls, as a program."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from quantkit.fusion.program import Call, Program, Value
+from quantkit.fusion.program import Call, Layout, Program, Value
 
 #: Its argument is a tensor that Python made of numbers, not one of the model.
 _LITERAL = torch.ops.aten.lift_fresh.default
@@ -59,7 +59,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._storages: dict[int, tuple[Any, int]] = {}
         self._numbers = count()
         self._storage_of: dict[Value, int] = {}
-        self._layouts: dict[Value, Hashable] = {}
+        self._layouts: dict[Value, Layout] = {}
         self._constants: dict[Value, Tensor] = {}
         self._literals: set[Value] = set()
         self._written: set[int] = set()
@@ -148,8 +148,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         value = Value(self._count)
         self._count += 1
         self._known[tensor] = value
-        self._storage_of[value] = self._storage(tensor)
-        self._layouts[value] = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        storage = self._storage_of[value] = self._storage(tensor)
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        self._layouts[value] = Layout(
+            shape, strides, tensor.dtype, tensor.device, int(tensor.storage_offset()), storage
+        )
         return value
 
     def _storage(self, tensor: Tensor) -> int:

@@ -15,7 +15,10 @@ from torch.utils import _pytree as pytree
 from quantkit.device import log
 from quantkit.device.backends import forced, sums_are_fast
 from quantkit.device.log import KernelLog, note_again
+from quantkit.errors import KernelError
 from quantkit.fusion.program import Program
+from quantkit.fusion.rows.checking import WrongKernelError
+from quantkit.fusion.rows.fuse import fuse_rows
 from quantkit.fusion.simplify import simplify
 from quantkit.fusion.trace import UntraceableError, trace
 from quantkit.pipelines.kept_results import KeptResults, keeping
@@ -185,6 +188,8 @@ def record(call: Callable[..., Any], inputs: Inputs, pool: Any) -> tuple[Recorde
         kept.complete()
         refresh = capture(kept.compute, device, pool) if kept else None
         shorter, constants = shorten(run, mine, device)
+        if shorter is not run:
+            answer = run_aside(shorter, device)
         step = capture(shorter, device, refresh.pool if refresh else pool)
     return RecordedStep(mine, step, kept, refresh, constants), answer
 
@@ -207,17 +212,30 @@ def shorten(
         _logger.info("replay: every call of the step is kept: %s", error)
         return run, ()
     program = simplify(program)
-    shorter = partial(_without_autocast, program, inputs)
-    if not agree(run_aside(shorter, device), answer):
+    shorter, found = _with_row_kernels(program, inputs, device)
+    if not agree(found, answer):
         _logger.warning("replay: every call of the step is kept: the shorter one answers otherwise")
         return run, ()
-    return shorter, tuple(program.constants.values())
+    return partial(_without_autocast, shorter.run, inputs), tuple(shorter.constants.values())
 
 
-def _without_autocast(program: Program, inputs: Sequence[Tensor]) -> Any:
+def _with_row_kernels(
+    program: Program, inputs: Sequence[Tensor], device: torch.device
+) -> tuple[Program, Any]:
+    """Return a program with row kernels, where they are right, and what it gives without them."""
+    try:
+        fused = fuse_rows(program)
+        checked = partial(_without_autocast, fused.check, inputs)
+        return fused.program, run_aside(checked, device)
+    except (KernelError, WrongKernelError) as error:
+        _logger.warning("replay: no row kernels: %s", error)
+    return program, run_aside(partial(_without_autocast, program.run, inputs), device)
+
+
+def _without_autocast(run: Callable[[Sequence[Tensor]], Any], inputs: Sequence[Tensor]) -> Any:
     """Run a program, whose calls have the dtypes that autocasting gave them."""
     with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
-        return program.run(inputs)
+        return run(inputs)
 
 
 def run_aside(run: Callable[[], Any], device: torch.device) -> Any:

@@ -32,10 +32,10 @@ from quantkit.cli.bench_model_command import model_command
 from quantkit.device.archs import OneLaunch, arch_of_device
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose, least_keys, supposing, why_on_request
+from quantkit.device.torch_operators import OPERATORS
 from quantkit.errors import InputError, ModelError
 from quantkit.inference.blocks.norm_codes import sums_pay
 from quantkit.inference.layers.fused_op import has_kernel
-from quantkit.inference.layers.torch_operators import OPERATORS
 from quantkit.progress import silent
 from tests.support.pipelines import tiny_flux_pipeline, tiny_unet
 from tests.support.sampling import turned

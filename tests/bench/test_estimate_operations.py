@@ -16,7 +16,7 @@ from quantkit.bench.kernels.operator_costs import COSTS
 from quantkit.bench.models.profiling import group_of
 from quantkit.device.ops.op import all_variants
 from quantkit.device.ops.table import OPS
-from quantkit.inference.layers.torch_operators import OVERLOADS
+from quantkit.device.torch_operators import OVERLOADS
 
 SIZES = [(24, 32, 64), (7, 48, 96), (1, 16, 32)]
 

@@ -12,8 +12,8 @@ from quantkit.device import compilers, log
 from quantkit.device.backends import Backend, use
 from quantkit.device.ops import call as execute
 from quantkit.device.ops.table import OPS
+from quantkit.device.torch_operators import OVERLOADS
 from quantkit.errors import KernelError, ShapeError
-from quantkit.inference.layers.torch_operators import OVERLOADS
 from tests.support.kernel_cases import covering_variants, need
 
 SIZES = ((1, 3, 64), (5, 7, 96), (37, 70, 288), (130, 45, 1152))

@@ -218,7 +218,7 @@ def test_a_kernel_error_becomes_an_exception():
         error.value = b"gemm: block (0, 0, 0): divergent barrier"
         return 1
 
-    kernel = host.HostKernel(SMALL, broken, lambda m, n, k: None)
+    kernel = host.HostKernel(SMALL, host.HostFunction(broken), lambda m, n, k: (m, n, k))
     with pytest.raises(KernelError, match="divergent barrier"):
         kernel.launch([None, 1], 1, 1, 1, 1)
 

@@ -13,7 +13,7 @@ from quantkit.device import compilers
 from quantkit.device.ops.op import all_variants
 from quantkit.device.ops.table import OPS
 from quantkit.device.survey import survey
-from quantkit.inference.layers.torch_operators import define
+from quantkit.device.torch_operators import define
 from quantkit.numerics import formats
 from quantkit.numerics.formats import NumberFormat
 from quantkit.progress import silent

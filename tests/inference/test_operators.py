@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.device.ops.table import OPS
-from quantkit.inference.layers.torch_operators import OPERATORS, OVERLOADS, callable_of
+from quantkit.device.torch_operators import OPERATORS, OVERLOADS, callable_of
 
 
 def operator_samples():

@@ -12,8 +12,8 @@ from torch import nn
 import quantkit
 from quantkit.bench.models.denoiser_inputs import first_tensor, make_inputs
 from quantkit.device import compilers
+from quantkit.device.torch_operators import OPERATORS
 from quantkit.inference.attention import attention_wide, coded_attention
-from quantkit.inference.layers.torch_operators import OPERATORS
 from quantkit.models.attention_modules import attention_modules
 from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel

@@ -17,9 +17,9 @@ from quantkit.device.gpu.devices import find_device
 from quantkit.device.gpu.kernel_choice import is_hopper
 from quantkit.device.ops.op import Op
 from quantkit.device.ops.table import name_for
+from quantkit.device.torch_operators import OPERATORS
 from quantkit.inference.attention.attention_call import AttentionSettings, attend
 from quantkit.inference.attention.attention_heads import Shape, product_of_streams, stream_of
-from quantkit.inference.layers.torch_operators import OPERATORS
 from quantkit.models.attention_modules import AttentionCall, Heads
 from quantkit.numerics.attention_factors import head_factors
 

@@ -20,9 +20,6 @@ from quantkit.device.ops.products.conv import why_refused
 from quantkit.errors import KernelError
 from quantkit.numerics.conv_windows import ConvShape
 
-#: One compile of one source: symbol, source, defines, operation and name say which.
-Kernel = Variant | HopperKernel | HopperAttention
-
 _INT_MAX = 2**31 - 1
 
 
@@ -45,6 +42,44 @@ class Plan:
     order: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class GeneratedKernel:
+    """A kernel whose text was written for the shapes of its operands, and that takes no numbers."""
+
+    symbol: str
+    text: str
+    blocks: int
+    threads: int
+    #: addresses that it takes
+    pointers: int
+    operation: str = "rows"
+
+    @property
+    def name(self) -> str:
+        """The name of its variant: its symbol."""
+        return self.symbol
+
+    @property
+    def source(self) -> str:
+        """The name of its text for the compiler."""
+        return f"{self.symbol}.hip"
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """None: its text has all of them."""
+        return ()
+
+    @property
+    def plan(self) -> Plan:
+        """Its launch."""
+        order = tuple(range(self.pointers))
+        return Plan((self.blocks, 1, 1), self.threads, 0, self.pointers, (), (), order)
+
+
+#: One compile of one source: symbol, source, defines, operation and name say which.
+Kernel = Variant | HopperKernel | HopperAttention | GeneratedKernel
+
+
 def plan_of(kernel: Kernel, sizes: Sizes, units: int) -> Plan:
     """Return how ``kernel`` computes ``sizes``.
 
@@ -55,7 +90,9 @@ def plan_of(kernel: Kernel, sizes: Sizes, units: int) -> Plan:
         KernelError: a size that a kernel's 32-bit integers do not hold, or a convolution that the
             kernel does not take.
     """
-    if isinstance(kernel, HopperKernel):
+    if isinstance(kernel, GeneratedKernel):
+        plan = kernel.plan
+    elif isinstance(kernel, HopperKernel):
         plan = _plan_hopper(kernel, _launch_of(kernel, sizes, units))
     elif isinstance(kernel, HopperAttention):
         assert isinstance(sizes, dict)

@@ -13,7 +13,7 @@ from pathlib import Path
 from quantkit.device import cache
 from quantkit.device.aot.manifest import MANIFEST_NAME, ManifestKernel, read_manifest
 from quantkit.device.gpu.driver import Driver
-from quantkit.device.gpu.kernel import Kernel
+from quantkit.device.gpu.kernel import GeneratedKernel, Kernel
 from quantkit.errors import ArtefactError, KernelError
 from quantkit.resources import kernel_sources
 
@@ -129,7 +129,10 @@ def _prebuilt(folder: ObjectFolder, symbol: str) -> KernelObject | None:
 
 def _compile(driver: Driver, target: str, kernel: Kernel) -> bytes:
     compiler, sources = driver.require_compiler(), kernel_sources()
-    text = (sources / kernel.source).read_text(encoding="utf-8")
+    if isinstance(kernel, GeneratedKernel):
+        text = kernel.text
+    else:
+        text = (sources / kernel.source).read_text(encoding="utf-8")
     options = [*driver.options(target), f"-I{sources / 'include'}", *kernel.defines]
     content, _ = compiler.compile(text, kernel.source, options)
     return content

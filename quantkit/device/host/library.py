@@ -22,12 +22,38 @@ assert sys.byteorder == "little"
 
 
 @dataclass(frozen=True)
+class HostFunction:
+    """A compiled kernel, ready to be called from any thread."""
+
+    _function: Callable[..., int]
+
+    def run(self, grid: Sequence[int], values: Sequence[int | None], threads: int) -> None:
+        """Run the kernel to its end.
+
+        Args:
+            grid: blocks along x, y and z.
+            values: the arguments in order, addresses (None is null) and numbers alike.
+            threads: operating-system threads to spread the blocks over.
+
+        Raises:
+            KernelError: the kernel reported one (a divergent barrier, no memory).
+        """
+        count, blocks = len(values), (ctypes.c_uint * 3)(*grid)
+        slots = (ctypes.c_void_p * count)(*values)
+        base = ctypes.addressof(slots)
+        pointers = (ctypes.c_void_p * count)(*range(base, base + 8 * count, 8))
+        error = ctypes.create_string_buffer(_ERROR_SIZE)
+        if self._function(blocks, pointers, threads, error, _ERROR_SIZE):
+            raise KernelError(error.value.decode(errors="replace"))
+
+
+@dataclass(frozen=True)
 class HostKernel:
-    """A compiled variant, ready to be called from any thread."""
+    """A compiled variant."""
 
     variant: Variant
-    _function: Callable[..., int]
-    _grid: Callable[[int, int, int], ctypes.Array[ctypes.c_uint]]
+    _function: HostFunction
+    _grid: Callable[[int, int, int], Sequence[int]]
 
     def launch(self, values: Sequence[int | None], m: int, n: int, k: int, threads: int) -> None:
         """Run the kernel to its end.
@@ -42,13 +68,7 @@ class HostKernel:
         Raises:
             KernelError: the kernel reported one (a divergent barrier, no memory).
         """
-        count = len(values)
-        slots = (ctypes.c_void_p * count)(*values)
-        base = ctypes.addressof(slots)
-        pointers = (ctypes.c_void_p * count)(*range(base, base + 8 * count, 8))
-        error = ctypes.create_string_buffer(_ERROR_SIZE)
-        if self._function(self._grid(m, n, k), pointers, threads, error, _ERROR_SIZE):
-            raise KernelError(error.value.decode(errors="replace"))
+        self._function.run(self._grid(m, n, k), values, threads)
 
 
 def load(variant: Variant, layout: str = "gfx12") -> HostKernel:
@@ -62,6 +82,24 @@ def load(variant: Variant, layout: str = "gfx12") -> HostKernel:
         KernelError: the compiler failed; the text holds its command and log.
     """
     return _load(variant.symbol, variant, layout)
+
+
+@lru_cache(maxsize=512)
+def load_generated(symbol: str, text: str) -> HostFunction:
+    """Return a kernel whose text was generated, compiled when the cache has none.
+
+    Raises:
+        CompilerMissingError: no C++ compiler.
+        KernelError: the compiler failed; the text holds its command and log.
+    """
+
+    def command(stage: Path) -> list[str]:
+        source = stage.with_suffix(".cpp")
+        source.write_text(text, encoding="utf-8")
+        runtime = ("-x", "none", str(_runtime_object()))
+        return [*base_command(), "-shared", "-o", str(stage), str(source), *runtime]
+
+    return _function_of(open_library(f"{symbol}.so", command), symbol)
 
 
 def prebuild(variants: Sequence[Variant], layout: str = "gfx12") -> None:
@@ -110,6 +148,10 @@ def compile_command(variant: Variant, layout: str, output: Path) -> list[str]:
 def _load(symbol: str, variant: Variant, layout: str) -> HostKernel:
     name = f"{variant.symbol}.{layout}.so"
     library = open_library(name, partial(compile_command, variant, layout))
+    return HostKernel(variant, _function_of(library, symbol), _grid_function(variant))
+
+
+def _function_of(library: ctypes.CDLL, symbol: str) -> HostFunction:
     function = getattr(library, f"{symbol}_launch")
     function.restype = ctypes.c_int
     function.argtypes = (
@@ -119,16 +161,16 @@ def _load(symbol: str, variant: Variant, layout: str) -> HostKernel:
         ctypes.c_char_p,
         ctypes.c_int,
     )
-    return HostKernel(variant, function, _grid_function(variant))
+    return HostFunction(function)
 
 
-def _grid_function(variant: Variant) -> Callable[[int, int, int], ctypes.Array[ctypes.c_uint]]:
+def _grid_function(variant: Variant) -> Callable[[int, int, int], Sequence[int]]:
     axes = [compile_expression(text) for text in variant.geometry.grid]
 
     @lru_cache(maxsize=1024)
-    def grid(m: int, n: int, k: int) -> ctypes.Array[ctypes.c_uint]:
+    def grid(m: int, n: int, k: int) -> Sequence[int]:
         names = {"m": m, "n": n, "k": k}
-        return (ctypes.c_uint * 3)(*(axis(names) for axis in axes))
+        return tuple(axis(names) for axis in axes)
 
     return grid
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quantkit.device.ops.attention.attention_codes import Y_FORMAT
 from quantkit.device.ops.table import attention_for, name_for
+from quantkit.device.torch_operators import OPERATORS, operator_for
 from quantkit.inference.layers.fused_op import has_kernel
 from quantkit.inference.layers.prompts import is_plain
 from quantkit.inference.layers.quantized_input import QuantizedInput
-from quantkit.inference.layers.torch_operators import OPERATORS, operator_for
 from quantkit.numerics.formats import E4M3FN
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.ops.table import is_operation, name_for
+from quantkit.device.torch_operators import OPERATORS
 from quantkit.inference.attention.attention_ends import HeadProduct
 from quantkit.inference.layers.modules import is_watched
 from quantkit.inference.layers.prompts import is_plain
-from quantkit.inference.layers.torch_operators import OPERATORS
 from quantkit.models.attention_modules import Heads
 from quantkit.numerics.attention_factors import KEYS, HeadFactors, head_factors
 from quantkit.numerics.attention_scales import AttentionScales

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantkit.device.ops.checks import IO_DTYPES
+from quantkit.device.torch_operators import OPERATORS
 from quantkit.inference.attention.attention_call import AttentionSettings, attend
 from quantkit.inference.attention.attention_heads import Projection, Stream, computed
 from quantkit.inference.layers.fused_op import has_kernel
 from quantkit.inference.layers.modules import is_watched
 from quantkit.inference.layers.quantized_input import QuantizedInput
-from quantkit.inference.layers.torch_operators import OPERATORS
 from quantkit.models.attention_modules import AttentionCall, Heads
 from quantkit.numerics.attention_limits import takes_heads
 

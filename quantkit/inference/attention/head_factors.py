@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.packed_attention import CHILD
-from quantkit.inference.layers.torch_operators import is_plain_call
+from quantkit.device.torch_operators import is_plain_call
 from quantkit.numerics.attention_factors import HeadFactors, head_factors
 from quantkit.numerics.attention_scales import SHAPES, AttentionScales
 from quantkit.pipelines.versions import Version, same_versions, version_of

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from quantkit.device.ops.norms.activations import ALIGNED
 from quantkit.device.ops.table import name_for
+from quantkit.device.torch_operators import operator_for
 from quantkit.inference.layers.compiler_fuses import compiler_quantizes
 from quantkit.inference.layers.fused_op import has_kernel, pays
 from quantkit.inference.layers.modules import is_watched
 from quantkit.inference.layers.prompts import is_plain
 from quantkit.inference.layers.quantized_input import QuantizedInput
-from quantkit.inference.layers.torch_operators import operator_for
 
 #: torch's name of a gelu -> the operation's.
 _GELUS = {"none": "gelu", "tanh": "tanh"}

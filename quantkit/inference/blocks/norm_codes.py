@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from quantkit.device.archs import Toolchain
 from quantkit.device.choosing import supposed
 from quantkit.device.ops.table import name_for
+from quantkit.device.torch_operators import operator_for
 from quantkit.inference.layers.fused_op import has_kernel
 from quantkit.inference.layers.modules import PackedLinear, is_watched
 from quantkit.inference.layers.quantized_input import QuantizedInput
-from quantkit.inference.layers.torch_operators import operator_for
 
 #: Parts that belong to a layer's input.
 _OF_INPUT = ("input_scale", "input_smooth")

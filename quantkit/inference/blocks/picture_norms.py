@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import name_for
+from quantkit.device.torch_operators import OPERATORS, operator_for
 from quantkit.inference.layers.fused_op import has_kernel
 from quantkit.inference.layers.modules import PackedConv2d, PackedLinear, is_watched
-from quantkit.inference.layers.torch_operators import OPERATORS, operator_for
 from quantkit.numerics.norms import MAX_CHANNELS
 from quantkit.numerics.scheme import Activation
 

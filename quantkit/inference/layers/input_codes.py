@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from quantkit.device.ops.norms.quantize import quantize_static, quantize_token
+from quantkit.device.torch_operators import operator_for
 from quantkit.inference.layers.compiler_fuses import compiler_quantizes
-from quantkit.inference.layers.torch_operators import operator_for
 from quantkit.numerics.formats import NumberFormat
 
 #: uint8 codes of an input, (M, K) or (B, H, W, C), and their float32 scale: (), (1,) or (M,)

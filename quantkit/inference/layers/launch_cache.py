@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantkit.device.backends import is_free, sums_are_fast
 from quantkit.device.gpu.fixed import Addresses, Product, TwoKernels
 from quantkit.device.gpu.launcher import plain
-from quantkit.inference.layers.torch_operators import is_plain_call
+from quantkit.device.torch_operators import is_plain_call
 
 Direct: TypeAlias = Product | TwoKernels
 #: Tensors of a layer; None for those that it has not.

@@ -19,6 +19,7 @@ from quantkit.checkpoint.spec import Kind
 from quantkit.device.gpu.fixed import TwoKernels
 from quantkit.device.ops.call import prepared
 from quantkit.device.ops.table import name_for
+from quantkit.device.torch_operators import OPERATORS, operator_for
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.layers.head_scales import FoldedScales
 from quantkit.inference.layers.input_codes import Coded, quantize_input
@@ -26,7 +27,6 @@ from quantkit.inference.layers.launch_cache import addresses_of, key_of
 from quantkit.inference.layers.packed_layer import PackedLayer
 from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.inference.layers.timestep_buckets import TimestepBuckets
-from quantkit.inference.layers.torch_operators import OPERATORS, operator_for
 from quantkit.inference.layers.weight_only_layers import are_few, why_dequantized
 from quantkit.models.skeleton import why_not_packed
 from quantkit.numerics.conv_windows import Windows

@@ -18,13 +18,13 @@ from quantkit.device.gpu.fixed import Addresses, Product
 from quantkit.device.gpu.gpu_calls import Call
 from quantkit.device.ops.call import prepared
 from quantkit.device.ops.table import name_for
+from quantkit.device.torch_operators import OPERATORS, operator_for
 from quantkit.errors import InputError
 from quantkit.inference.layers.codes import Codes
 from quantkit.inference.layers.dense_weight import DenseWeight, refusal
 from quantkit.inference.layers.input_codes import Coded, quantize_input
 from quantkit.inference.layers.launch_cache import LaunchCache, addresses_of, key_of
 from quantkit.inference.layers.timestep_buckets import TimestepBuckets, apply_keeping_dtype
-from quantkit.inference.layers.torch_operators import OPERATORS, operator_for
 from quantkit.numerics.conv_windows import Windows
 from quantkit.numerics.nibbles import integer_codes, unpack_nibbles
 from quantkit.numerics.packed_2to4 import from_rows, unpack_two_of_four

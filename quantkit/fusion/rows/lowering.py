@@ -1,0 +1,213 @@
+"""From calls of operators to the nodes of one row kernel."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from quantkit.fusion.program import Call, Layout, Program, Value, values_in
+from quantkit.fusion.rows.access import (
+    Access,
+    Dim,
+    access_of,
+    broadcast,
+    is_every_second,
+    is_identity,
+    is_of_rows,
+    merged,
+)
+from quantkit.fusion.rows.expressions import CHEAP, expression_of
+from quantkit.fusion.rows.row_nodes import FLOATS, Level, Load, Map, Node, Second
+
+#: A call is computed again for each element of a result at least so many times as large.
+_MUCH_LARGER = 8
+#: Columns of a row: fewer are no row, and more do not fit the registers of a block.
+_FEWEST, _MOST = 8, 16384
+
+
+class NotARowError(Exception):
+    """A call that no row kernel computes, or not this one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """The tensors of a program: what they are views of, and the calls that made them."""
+
+    program: Program
+
+    @cached_property
+    def makers(self) -> Mapping[Value, Call]:
+        """The call of each result that has memory of its own."""
+        return {
+            result: call
+            for call in self.program.calls
+            if call.fresh and not call.writes
+            for result in call.results
+            if result is not None
+        }
+
+    @cached_property
+    def bases(self) -> Mapping[Value, Value]:
+        """The tensor that each view is of, in memory of its own."""
+        found: dict[Value, Value] = {}
+        for call in self.program.calls:
+            if not self.is_view(call):
+                continue
+            source = call.arguments[0]
+            for result in call.results:
+                if result is not None:
+                    found[result] = found.get(source, source)
+        return found
+
+    @cached_property
+    def read(self) -> frozenset[Value]:
+        """Values that a call or the step's caller reads."""
+        values = {value for call in self.program.calls for value in call.reads}
+        return frozenset(values | {*values_in(self.program.output)})
+
+    @cached_property
+    def last_writes(self) -> Mapping[int, int]:
+        """The place of the last call that writes to a storage."""
+        layouts = self.program.layouts
+        return {
+            layouts[value].storage: place
+            for place, call in enumerate(self.program.calls)
+            if call.writes
+            for value in call.reads
+        }
+
+    @cached_property
+    def places(self) -> Mapping[Call, int]:
+        """The place of each call in the program."""
+        return {call: place for place, call in enumerate(self.program.calls)}
+
+    def is_settled(self, call: Call) -> bool:
+        """Tell whether nothing writes later on to what a call reads, nor ever to its results."""
+        written, layouts = self.program.written, self.program.layouts
+        if call.writes or not written.isdisjoint(call.results):
+            return False
+        last = (self.last_writes.get(layouts[value].storage, -1) for value in call.reads)
+        return all(place < self.places[call] for place in last)
+
+    def is_view(self, call: Call) -> bool:
+        """Tell whether results are the first argument's elements, of its type or in pairs."""
+        if call.fresh or call.writes or not call.arguments:
+            return False
+        source, layouts = call.arguments[0], self.program.layouts
+        if not isinstance(source, Value) or call.reads != (source,):
+            return False
+        dtypes = {layouts[r].dtype for r in (source, *call.results) if r is not None}
+        return len(dtypes) == 1 or dtypes == {torch.float32, torch.complex64}
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The nodes of a row kernel: what they are of, and how many numbers they have."""
+
+    sources: Sources
+    #: places of full nodes
+    numel: int
+    #: places of a row; None: nothing is reduced
+    columns: int | None = None
+    nodes: Mapping[Value, Node] = field(default_factory=dict)
+    #: of what lies in memory, each once
+    loads: dict[tuple[Value, Access, Level], Load] = field(default_factory=dict)
+
+    def layout(self, value: Value) -> Layout:
+        """Return the layout of a value."""
+        return self.sources.program.layouts[value]
+
+    def with_columns(self, columns: int) -> "Rows":
+        """Return the same with rows of so many columns.
+
+        Raises:
+            NotARowError: they have others, or these are none for a block.
+        """
+        fits = _FEWEST <= columns <= _MOST and self.numel % columns == 0
+        if not fits or self.columns not in {None, columns}:
+            raise NotARowError
+        return replace(self, columns=columns)
+
+    def level_of(self, layout: Layout) -> Level:
+        """Return the level of a result.
+
+        Raises:
+            NotARowError: it is no result of such rows.
+        """
+        numel = layout.numel * (2 if layout.dtype is torch.complex64 else 1)
+        if numel == self.numel:
+            return Level.FULL
+        if self.columns is not None and numel * self.columns == self.numel:
+            return Level.ROW
+        if numel * 2 == self.numel:
+            return Level.HALF
+        raise NotARowError
+
+    def argument(self, value: Value, result: Layout, level: Level) -> Node:
+        """Return the node that an elementwise operator reads.
+
+        Args:
+            value: the operator's argument.
+            result: of the operator.
+            level: of the result.
+
+        Raises:
+            NotARowError: it is no number, or is computed in this kernel at another place.
+        """
+        layout = self.layout(value)
+        access = self._access(layout, result)
+        node = self.nodes.get(self.sources.bases.get(value, value))
+        if node is None:
+            return self._maker_of(value, result, level) or self._load(value, access, level)
+        if node.level is level and is_identity(access) and not layout.offset:
+            return node
+        if node.level is Level.ROW and not layout.offset and self._is_of_rows(access, level):
+            return node
+        halves = level is Level.HALF and node.level is Level.FULL and is_every_second(access)
+        if halves and layout.offset in {0, 1}:
+            return Second(Level.HALF, odd=layout.offset == 1, of=node)
+        raise NotARowError
+
+    def _is_of_rows(self, access: Access, level: Level) -> bool:
+        if self.columns is None or level is Level.ROW:
+            return False
+        halves = level is Level.HALF
+        return is_of_rows(access, self.columns // 2 if halves else self.columns)
+
+    def _access(self, layout: Layout, result: Layout) -> Access:
+        access = access_of(layout, result)
+        if access is None or layout.device != result.device:
+            raise NotARowError
+        return access
+
+    def _load(self, value: Value, access: Access, level: Level) -> Load:
+        dtype = self.layout(value).dtype
+        if dtype is torch.complex64:
+            pairs = [Dim(dim.size, 2 * dim.stride) for dim in access]
+            access, dtype = merged([*pairs, Dim(2, 1)]), torch.float32
+        if dtype not in FLOATS:
+            raise NotARowError
+        key = (value, access, level)
+        return self.loads.setdefault(key, Load(level, value, access, dtype))
+
+    def _maker_of(self, value: Value, result: Layout, level: Level) -> Node | None:
+        """Return the node of a call so small that it is made again; None: it is read."""
+        maker = self.sources.makers.get(value)
+        small = self.layout(value).numel * _MUCH_LARGER <= result.numel
+        if maker is None or maker.operator not in CHEAP or not small:
+            return None
+        nodes = [self._made_again(v, self.layout(value), result, level) for v in maker.reads]
+        found = tuple(node for node in nodes if node is not None)
+        return Map(level, expression_of(maker), found) if len(found) == len(nodes) else None
+
+    def _made_again(self, value: Value, made: Layout, result: Layout, level: Level) -> Node | None:
+        """Return what a small call reads, as the elements of a larger result; None: it cannot."""
+        computed = self.sources.bases.get(value, value) in self.nodes
+        if computed or value in self.sources.program.written:
+            return None
+        strides = broadcast(self.layout(value), made.shape)
+        if strides is None:
+            return None
+        wide = replace(self.layout(value), shape=made.shape, strides=strides)
+        return self._load(value, self._access(wide, result), level)
