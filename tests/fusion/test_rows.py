@@ -241,6 +241,16 @@ def test_results_lie_as_the_operators_lay_them():
     assert compared(step, x, y).stride() == x.stride()
 
 
+def test_axes_of_one_element_lie_anywhere():
+    """Attention's heads, transposed: their batch of one has a stride of no meaning."""
+
+    def step(x):
+        heads = x.unflatten(-1, (4, 8)).permute(0, 2, 3, 1)
+        return torch.relu(heads).float() * 2
+
+    compared(step, normal(1, 6, 32))
+
+
 def test_small_results_are_computed_again_where_they_are_read():
     def step(x, scale, shift):
         factor = 1 + scale

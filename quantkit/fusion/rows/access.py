@@ -36,6 +36,7 @@ def access_of(argument: Layout, result: Layout) -> Access | None:
     dims = [
         (apart, Dim(size, stride))
         for size, apart, stride in zip(result.shape, result.strides, strides, strict=True)
+        if size != 1
     ]
     dims.sort(key=lambda dim: -dim[0])
     expected = prod(result.shape)
