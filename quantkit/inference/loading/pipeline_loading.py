@@ -32,7 +32,7 @@ def load_pipeline(
     torch_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     checksums: bool = True,
-    replay: bool = False,
+    replay: bool | None = None,
 ) -> Any:
     """Load a packed pipeline, every component in one compute dtype.
 
@@ -42,7 +42,8 @@ def load_pipeline(
             bfloat16 where the denoiser's 16-bit tensors are that, else float16.
         device: where to put it; the CPU by default.
         checksums: hash everything that is read, while it is read.
-        replay: record the denoisers' steps and launch them again, on a GPU (``quantkit.replay``).
+        replay: record the denoisers' steps and launch them again (``quantkit.replay``); by default
+            where ``device`` is a GPU.
 
     Returns:
         the DiffusionPipeline.
@@ -76,7 +77,7 @@ def load_pipeline(
     assert loaded == {c.name for c in packed.components}, f"only {loaded} loaded as packed"
     # Where it is already: diffusers warns of every float16 pipeline that is sent to the CPU.
     pipe = pipe if device.type == "cpu" else pipe.to(device)
-    if replay:
+    if replay or (replay is None and device.type == "cuda"):
         replay_steps(pipe)
     return pipe
 
