@@ -316,8 +316,9 @@ _HOPPER_FROM_KEYS = (
     (OneLaunch.STREAMS, ((128, 4096),)),
 )
 # Tiles of its accurate sums are shared by warpgroups, and end at once: the first product of FLUX's
-# network took 742 us with its codes, and both apart 690.
-_HOPPER_SLOW_ENDS = ("project_gelu_fp8",)
+# network took 742 us with its codes, and both apart 690. int8: SD3's step took 31.98 ms with codes,
+# and 31.11 with a product and a row kernel (H200, 20 steps in a row).
+_HOPPER_SLOW_ENDS = ("project_gelu_fp8", "project_gelu_int8")
 _SM89_ON_REQUEST = (("attention", "its kernel has not run on such a card yet, so torch computes"),)
 
 #: The first row that lists a device runs it.

@@ -1,6 +1,7 @@
 """Recording the operators that a step calls, as a program."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from itertools import count
 from typing import Any
 
@@ -25,6 +26,15 @@ _EMPTY = frozenset({
 _READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  an operator's name
 
 
+#: A step is being recorded in this thread.
+_recording: ContextVar[bool] = ContextVar("recording", default=False)
+
+
+def is_recording() -> bool:
+    """Tell whether this thread records a step, whose calls are fused afterwards."""
+    return _recording.get()
+
+
 class UntraceableError(RuntimeError):
     """A step that is more than its operators."""
 
@@ -43,9 +53,12 @@ def trace(step: Callable[[], Any], inputs: Sequence[Tensor]) -> tuple[Program, A
         UntraceableError: the step draws random numbers, writes to what outlives it, or reads a
             number that depends on its inputs.
     """
-    recorder = _Recorder(inputs)
-    with torch.no_grad(), recorder:
-        answer = step()
+    recorder, token = _Recorder(inputs), _recording.set(True)
+    try:
+        with torch.no_grad(), recorder:
+            answer = step()
+    finally:
+        _recording.reset(token)
     return recorder.program(answer), answer
 
 

@@ -16,9 +16,9 @@ from quantkit.device import log
 from quantkit.device.backends import forced, sums_are_fast
 from quantkit.device.log import KernelLog, note_again
 from quantkit.errors import KernelError
+from quantkit.fusion.checking import WrongKernelError
+from quantkit.fusion.fuse import fuse
 from quantkit.fusion.program import Program
-from quantkit.fusion.rows.checking import WrongKernelError
-from quantkit.fusion.rows.fuse import fuse_rows
 from quantkit.fusion.simplify import simplify
 from quantkit.fusion.trace import UntraceableError, trace
 from quantkit.pipelines.kept_results import KeptResults, keeping
@@ -212,23 +212,23 @@ def shorten(
         _logger.info("replay: every call of the step is kept: %s", error)
         return run, ()
     program = simplify(program)
-    shorter, found = _with_row_kernels(program, inputs, device)
+    shorter, found = _with_kernels(program, inputs, device)
     if not agree(found, answer):
         _logger.warning("replay: every call of the step is kept: the shorter one answers otherwise")
         return run, ()
     return partial(_without_autocast, shorter.run, inputs), tuple(shorter.constants.values())
 
 
-def _with_row_kernels(
+def _with_kernels(
     program: Program, inputs: Sequence[Tensor], device: torch.device
 ) -> tuple[Program, Any]:
-    """Return a program with row kernels, where they are right, and what it gives without them."""
+    """Return a program with kernels, where they are right, and what it gives without them."""
     try:
-        fused = fuse_rows(program)
+        fused = fuse(program)
         checked = partial(_without_autocast, fused.check, inputs)
         return fused.program, run_aside(checked, device)
     except (KernelError, WrongKernelError) as error:
-        _logger.warning("replay: no row kernels: %s", error)
+        _logger.warning("replay: the step's calls are not fused: %s", error)
     return program, run_aside(partial(_without_autocast, program.run, inputs), device)
 
 

@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from quantkit.device import compilers
 from quantkit.device.torch_operators import OVERLOADS
+from quantkit.fusion.checking import WrongKernelError
+from quantkit.fusion.fuse import fuse
 from quantkit.fusion.rows import expressions, row_operators
-from quantkit.fusion.rows.checking import WrongKernelError
-from quantkit.fusion.rows.fuse import fuse_rows
 from quantkit.fusion.rows.row_kernel import RowKernel
 from quantkit.fusion.rows.row_nodes import Codes, Map
 from quantkit.fusion.simplify import simplify
@@ -34,7 +34,7 @@ def normal(*shape, dtype=torch.float16, seed=1):
 def fused(step, *inputs):
     """The program of a step with row kernels, which have passed the check of replay."""
     program, _ = trace(lambda: step(*inputs), inputs)
-    found = fuse_rows(simplify(program))
+    found = fuse(simplify(program))
     found.check(inputs)
     return found.program
 
@@ -373,3 +373,22 @@ def test_wrong_codes_are_found(monkeypatch):
     monkeypatch.setattr(row_operators, "OPERATORS", table)
     with pytest.raises(WrongKernelError):
         fused(lambda x: overload(x + 1, None, torch.tensor([0.1]), "e4m3fn"), normal(4, 16))
+
+
+@pytest.mark.parametrize("widths", [(16, 32), (8, 24, 16), (4, 12), (5, 6)])
+def test_joined_rows_are_read_where_they_lie(widths):
+    """FLUX's single blocks: attention's result, and an activation, as one input of a layer."""
+    given = [normal(3, 5, width, seed=width) for width in widths]
+
+    def step(first, *others):
+        parts = [first.transpose(0, 1), *(functional.silu(x * 2).transpose(0, 1) for x in others)]
+        rows = torch.cat(parts, dim=-1)
+        return rows * 2 + 1
+
+    compared(step, *given, count=len(widths))
+
+    def activated(first, *others):
+        rows = torch.cat([first, *map(functional.silu, others)], dim=-1)
+        return functional.layer_norm(rows, (sum(widths),)) if sum(widths) % 8 == 0 else rows * 2 + 1
+
+    compared(activated, *given)

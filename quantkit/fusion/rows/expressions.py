@@ -120,6 +120,14 @@ def expression_of(call: Call) -> str:
     return f"({EXPRESSIONS[call.operator](*arguments, **keywords)})"
 
 
+def is_expression(call: Call) -> bool:
+    """Tell whether a call has an expression."""
+    try:
+        return bool(expression_of(call))
+    except (KeyError, TypeError):
+        return False
+
+
 def number(value: float) -> str:
     """Return a number as a literal of C++, rounded to float32.
 

@@ -1,14 +1,11 @@
 """Putting row kernels in a program, where several calls become one."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from dataclasses import replace
 
 from quantkit.device.gpu.kernel import GeneratedKernel
 from quantkit.fusion.program import Call, Program, Value, values_in
-from quantkit.fusion.rows.checking import run_checked
 from quantkit.fusion.rows.grouping import Group, group
 from quantkit.fusion.rows.lowering import Rows
 from quantkit.fusion.rows.row_kernel import RowKernel
@@ -22,21 +19,7 @@ from quantkit.storage.system import cores
 _ALIGNED = 16
 
 
-@dataclass(frozen=True, eq=False)
-class Fused:
-    """A program with row kernels, and the one that it was made of."""
-
-    program: Program
-    original: Program
-    #: the first call of each kernel, by the place in the original of the last one that it replaces
-    firsts: Mapping[int, Call]
-
-    def check(self, inputs: Sequence[Tensor]) -> object:
-        """Return what the original returns; see ``run_checked``, of which it is a run."""
-        return run_checked(self.original, self.firsts, inputs)
-
-
-def fuse_rows(program: Program) -> Fused:
+def fuse_rows(program: Program) -> Program:
     """Put row kernels in a program.
 
     Chains of elementwise operators and of reductions and norms of rows, up to the codes that a
@@ -50,17 +33,15 @@ def fuse_rows(program: Program) -> Fused:
     fused = {one: one.rows for one in groups if one.rows is not None and len(one.calls) > 1}
     read = _read_outside(program, groups, fused)
     calls: list[Call] = []
-    firsts: dict[str, tuple[int, Call]] = {}
     for one in groups:
         if (rows := fused.get(one)) is None:
             calls.extend(program.calls[place] for place in one.calls)
             continue
-        calls.append(call := _kernel_call(program, rows, read))
-        firsts.setdefault(str(call.operator), (one.calls[-1], call))
+        calls.append(_kernel_call(program, rows, read))
+    kernels = {str(c.operator): c.operator for c in calls if isinstance(c.operator, RowKernel)}
     with ThreadPoolExecutor(max_workers=cores()) as pool:
-        list(pool.map(lambda first: first[1].operator.load(), firsts.values()))
-    short = without_unread(replace(program, calls=tuple(calls)))
-    return Fused(short, program, dict(firsts.values()))
+        list(pool.map(RowKernel.load, kernels.values()))
+    return without_unread(replace(program, calls=tuple(calls)))
 
 
 def _read_outside(
@@ -70,7 +51,7 @@ def _read_outside(
     read = {*values_in(program.output)}
     for one in groups:
         if (rows := fused.get(one)) is not None:
-            nodes = Schedule(tuple(rows.nodes.values())).nodes
+            nodes = Schedule(tuple(rows.nodes.values())).everything
             read |= {node.value for node in nodes if isinstance(node, Load)}
         else:
             kept = (program.calls[place] for place in one.calls)
@@ -102,7 +83,7 @@ def _format_of(node: Node) -> str:
 
 
 def _is_aligned(program: Program, value: Value) -> bool:
-    constant: Tensor | None = program.constants.get(value)
+    constant = program.constants.get(value)
     if constant is not None:
         return constant.data_ptr() % _ALIGNED == 0
     layout = program.layouts[value]

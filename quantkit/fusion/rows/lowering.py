@@ -17,7 +17,7 @@ from quantkit.fusion.rows.access import (
     is_of_rows,
     merged,
 )
-from quantkit.fusion.rows.expressions import CHEAP, expression_of
+from quantkit.fusion.rows.expressions import CHEAP, expression_of, is_expression
 from quantkit.fusion.rows.row_nodes import FLOATS, Level, Load, Map, Node, Second
 
 #: A call is computed again for each element of a result at least so many times as large.
@@ -201,6 +201,25 @@ class Rows:
         found = tuple(node for node in nodes if node is not None)
         return Map(level, expression_of(maker), found) if len(found) == len(nodes) else None
 
+    def piece(self, value: Value) -> Node:
+        """Return the node of a tensor that is a part of each row, at places of its own.
+
+        Raises:
+            NotARowError: it is no number, or computed in this kernel.
+        """
+        whole = _dense(self.layout(value))
+        maker = self.sources.makers.get(value)
+        if maker is not None and is_expression(maker):
+            nodes = [
+                self._made_again(v, self.layout(value), whole, Level.FULL) for v in maker.reads
+            ]
+            found = tuple(node for node in nodes if node is not None)
+            if len(found) == len(nodes):
+                return Map(Level.FULL, expression_of(maker), found)
+        if self.sources.bases.get(value, value) in self.nodes:
+            raise NotARowError
+        return self._load(value, self._access(self.layout(value), whole), Level.FULL)
+
     def _made_again(self, value: Value, made: Layout, result: Layout, level: Level) -> Node | None:
         """Return what a small call reads, as the elements of a larger result; None: it cannot."""
         computed = self.sources.bases.get(value, value) in self.nodes
@@ -211,3 +230,12 @@ class Rows:
             return None
         wide = replace(self.layout(value), shape=made.shape, strides=strides)
         return self._load(value, self._access(wide, result), level)
+
+
+def _dense(layout: Layout) -> Layout:
+    """Return the layout of the same elements, row by row without gaps."""
+    strides, apart = [], 1
+    for size in reversed(layout.shape):
+        strides.append(apart)
+        apart *= size
+    return replace(layout, strides=tuple(reversed(strides)), offset=0)

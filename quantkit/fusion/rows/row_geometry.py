@@ -1,5 +1,6 @@
 """The shares of threads in the rows of a row kernel."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 #: Numbers of a run: 16 bytes of 16-bit ones.
@@ -41,15 +42,16 @@ class RowGeometry:
         return whole_rows and self.columns == self.lanes * self.steps * self.run
 
 
-def geometry_of(numel: int, columns: int | None) -> RowGeometry:
+def geometry_of(numel: int, columns: int | None, parts: Iterable[int] = ()) -> RowGeometry:
     """Return the geometry of so many numbers.
 
     Args:
         numel: of all rows.
         columns: of a row; None: nothing is reduced.
+        parts: columns of what rows are joined of; no run has columns of two.
     """
-    length = numel if columns is None else columns
-    run = next(n for n in (_RUN, 4, 2, 1) if length % n == 0)
+    lengths = (numel if columns is None else columns, *parts)
+    run = next(n for n in (_RUN, 4, 2, 1) if all(length % n == 0 for length in lengths))
     if columns is None:
         return RowGeometry(1, numel, run, _THREADS, 1, _THREADS, flat=True)
     runs = columns // run

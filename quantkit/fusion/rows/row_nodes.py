@@ -105,6 +105,28 @@ class Joined(Node):
         return (self.even, self.odd)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Columns of a concatenation."""
+
+    #: of loads and maps, whose places are those of the piece by itself
+    node: Node
+    first: int
+    columns: int
+
+
+@dataclass(frozen=True, eq=False)
+class Concatenated(Node):
+    """Rows of several tensors, joined at their ends."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def columns(self) -> int:
+        """Columns of a whole row."""
+        return sum(piece.columns for piece in self.pieces)
+
+
 @dataclass(frozen=True, eq=False)
 class Codes(Node):
     """Codes of numbers over a scale; nothing is computed of them."""

@@ -16,10 +16,12 @@ from quantkit.fusion.rows.lowering import NotARowError, Rows
 from quantkit.fusion.rows.row_nodes import (
     FLOATS,
     Codes,
+    Concatenated,
     Joined,
     Level,
     Map,
     Node,
+    Piece,
     Reduce,
     Reduction,
     Second,
@@ -188,6 +190,23 @@ def _stack(rows: Rows, call: Call) -> _Lowered:
     return rows, {result: Joined(Level.FULL, even, odd)}
 
 
+def _concatenation(rows: Rows, call: Call) -> _Lowered:
+    tensors, axis = (*call.arguments, 0)[:2]
+    (result,) = call.results
+    assert result is not None
+    layout = rows.layout(result)
+    last = axis % len(layout.shape) == len(layout.shape) - 1
+    fits = layout.dtype in FLOATS and rows.level_of(layout) is Level.FULL
+    if not last or not fits or layout.strides[-1] != 1:
+        raise NotARowError
+    pieces, first = [], 0
+    for value in tensors:
+        columns = rows.layout(value).shape[-1]
+        pieces.append(Piece(rows.piece(value), first, columns))
+        first += columns
+    return rows, {result: Concatenated(Level.FULL, tuple(pieces))}
+
+
 def _quantize_static(rows: Rows, call: Call) -> _Lowered:
     x, smooth, scale, fmt = call.arguments
     (result,) = call.results
@@ -228,6 +247,7 @@ OPERATORS: Mapping[Any, Lowering] = {
     _ATEN._fused_rms_norm.default: _rms_norm,  # noqa: SLF001  an operator's name
     _ATEN.native_layer_norm.default: _layer_norm,
     _ATEN.stack.default: _stack,
+    _ATEN.cat.default: _concatenation,
     **{OVERLOADS[name_for("quantize_static", fmt)]: _quantize_static for fmt in _CODES},
     **{OVERLOADS[name_for("quantize_token", fmt)]: _quantize_token for fmt in _CODES},
 }

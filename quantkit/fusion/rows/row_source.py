@@ -12,6 +12,7 @@ from quantkit.fusion.rows.lowering import Rows
 from quantkit.fusion.rows.row_geometry import geometry_of
 from quantkit.fusion.rows.row_nodes import (
     Codes,
+    Concatenated,
     Joined,
     Level,
     Load,
@@ -53,7 +54,7 @@ def source_of(
         aligned: whether a tensor starts on 16 bytes.
     """
     schedule = Schedule(tuple(outputs.values()))
-    loads = [node for node in schedule.nodes if isinstance(node, Load)]
+    loads = [node for node in schedule.everything if isinstance(node, Load)]
     reads = tuple(dict.fromkeys(load.value for load in loads))
     writer = _Writer(rows, schedule, outputs, reads, aligned)
     body = "\n".join(writer.lines())
@@ -74,8 +75,10 @@ class _Writer:
     ) -> None:
         self._rows, self._schedule, self._outputs = rows, schedule, outputs
         self._reads, self._aligned = reads, aligned
-        self.geometry = geometry_of(rows.numel, rows.columns)
-        self._names = {node: f"v{number}" for number, node in enumerate(schedule.nodes)}
+        joined = (node for node in schedule.nodes if isinstance(node, Concatenated))
+        parts = (piece.columns for node in joined for piece in node.pieces)
+        self.geometry = geometry_of(rows.numel, rows.columns, parts)
+        self._names = {node: f"v{number}" for number, node in enumerate(schedule.everything)}
 
     def lines(self) -> Iterator[str]:
         """Yield the source."""
@@ -92,7 +95,7 @@ class _Writer:
         yield "qk::start();"
         yield from self._place()
         yield from (f"float {self._names[node]} = 0.0f;" for node in reductions)
-        for node in schedule.nodes:
+        for node in schedule.everything:
             if isinstance(node, Load) and node.level is not Level.ROW and _is_one(node.access):
                 yield f"const float {self._names[node]} = {self._read_one(node, '0')};"
             elif node in schedule.held:
@@ -109,7 +112,7 @@ class _Writer:
 
     def _largest(self) -> int:
         """Return the largest number of a place, or of an element."""
-        loads = (node for node in self._schedule.nodes if isinstance(node, Load))
+        loads = (node for node in self._schedule.everything if isinstance(node, Load))
         extents = (sum((d.size - 1) * d.stride for d in load.access) for load in loads)
         return max(self.geometry.blocks * self.geometry.threads * 8, self._rows.numel, *extents, 0)
 
@@ -167,7 +170,10 @@ class _Writer:
             return
         if node not in self._schedule.held:
             yield f"float {self._names[node]}[{self._count(node)}];"
-        yield self._computed(node)
+        if isinstance(node, Concatenated):
+            yield from self._concatenated(node)
+        else:
+            yield self._computed(node)
         for place, (_, output) in enumerate(self._outputs.items()):
             if output is node:
                 yield self._written(node, place)
@@ -188,6 +194,22 @@ class _Writer:
                 return f"{each} {{ {first} {target}[2 * e + 1] = {self._element(odd)}; }}"
             case _:
                 raise AssertionError(node)
+
+    def _concatenated(self, node: Concatenated) -> Iterator[str]:
+        """Yield a branch for each piece, with the places of that in ``at``."""
+        row, column = f"{self._names[node]}_row", f"{self._names[node]}_column"
+        yield f"const Index {row} = at / {node.columns}, {column} = at % {node.columns};"
+        each = f"QK_UNROLL for (int e = 0; e < {self.geometry.run}; ++e)"
+        for piece in node.pieces:
+            if not piece.columns:
+                continue
+            last = piece.first + piece.columns
+            yield f"if ({column} >= {piece.first} && {column} < {last}) {{"
+            yield f"const Index at = {row} * {piece.columns} + {column} - {piece.first};"
+            for inner in Schedule((piece.node,)).nodes:
+                yield from self._statement(inner)
+            yield f"{each} {self._name(node)}[e] = {self._element(piece.node)};"
+            yield "}"
 
     def _loaded(self, node: Load, each: str) -> str:
         source, at, io = f"in{self._reads.index(node.value)}", self._at(node), _IO[node.dtype]

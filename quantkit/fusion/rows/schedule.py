@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
-from quantkit.fusion.rows.row_nodes import Level, Node, Reduce
+from quantkit.fusion.rows.row_nodes import Concatenated, Level, Node, Reduce
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,13 @@ class Schedule:
         for sink in self.sinks:
             visit(sink)
         return tuple(found)
+
+    @cached_property
+    def everything(self) -> tuple[Node, ...]:
+        """All nodes, and those of pieces of rows."""
+        joined = (node for node in self.nodes if isinstance(node, Concatenated))
+        pieces = (Schedule((piece.node,)).nodes for node in joined for piece in node.pieces)
+        return tuple(dict.fromkeys((*self.nodes, *chain.from_iterable(pieces))))
 
     @cached_property
     def _earliest(self) -> Mapping[Node, int]:

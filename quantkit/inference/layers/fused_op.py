@@ -7,6 +7,13 @@ import torch
 from quantkit.device import choosing
 from quantkit.device.archs import Arch
 from quantkit.device.backends import Backend, forced, sums_are_fast
+from quantkit.device.ops.table import find_op
+from quantkit.fusion.trace import is_recording
+
+#: Families of operations that a recorded step gets from patterns and row kernels.
+_FUSED_LATER = frozenset({
+    "layer_norm_codes", "sum_norm_codes", "gelu_codes", "project_gelu", "geglu", "gemm_residual",
+})  # fmt: skip
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -15,6 +22,8 @@ def has_kernel(op: str, device: str, k: int) -> bool:
 
     What is forced is asked for in here: Dynamo before torch 2.12 cannot trace a ContextVar.
     """
+    if is_recording() and find_op(op).family in _FUSED_LATER:
+        return False
     return _has_kernel(op, device, k, forced(), choosing.supposed())
 
 

@@ -1,4 +1,4 @@
-"""Checking row kernels against the calls that they replace, on the step's own numbers."""
+"""Checking kernels against the calls that they replace, on the step's own numbers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantkit.fusion.program import Call, Program, Value, values_in
+from quantkit.fusion.rows.row_kernel import RowKernel
 from quantkit.numerics.formats import find_format
 
 #: Share of the largest number by which rounding once differs from rounding at each operator.
@@ -17,15 +18,15 @@ _INTEGERS, _FLOATS = 0.5, 0.05
 
 
 class WrongKernelError(Exception):
-    """A generated kernel that does not compute what its calls do."""
+    """A kernel that does not compute what the calls do that it replaces."""
 
 
-def run_checked(program: Program, kernels: Mapping[int, Call], inputs: Sequence[Tensor]) -> Any:
+def run_checked(program: Program, kernels: Sequence[Call], inputs: Sequence[Tensor]) -> Any:
     """Run a program, and each kernel on what its calls have read.
 
     Args:
         program: without the kernels.
-        kernels: calls of kernels, by the place of the last call that each replaces.
+        kernels: calls of kernels, whose results are values of the program.
         inputs: of the step.
 
     Returns:
@@ -35,23 +36,39 @@ def run_checked(program: Program, kernels: Mapping[int, Call], inputs: Sequence[
         WrongKernelError: a kernel gives something else.
     """
     tensors = {**program.constants, **dict(zip(program.inputs, inputs, strict=True))}
-    freed = _last_reads(program, kernels)
+    checks = _by_place(program, kernels)
+    freed = _last_reads(program, checks)
     for place, call in enumerate(program.calls):
         tensors |= call.make(tensors)
-        if (kernel := kernels.get(place)) is not None:
+        for kernel in checks.get(place, ()):
             _check(kernel, tensors)
         for value in freed.get(place, ()):
             del tensors[value]
     return pytree.tree_map_only(Value, tensors.__getitem__, program.output)
 
 
-def _last_reads(program: Program, kernels: Mapping[int, Call]) -> dict[int, list[Value]]:
+def _by_place(program: Program, kernels: Sequence[Call]) -> dict[int, list[Call]]:
+    """Return kernels by the last call that gives one of their results."""
+    place_of = {
+        result: place
+        for place, call in enumerate(program.calls)
+        if not call.writes
+        for result in call.results
+        if result is not None
+    }
+    found: dict[int, list[Call]] = {}
+    for kernel in kernels:
+        last = max(place_of[result] for result in kernel.results if result is not None)
+        found.setdefault(last, []).append(kernel)
+    return found
+
+
+def _last_reads(program: Program, checks: Mapping[int, Sequence[Call]]) -> dict[int, list[Value]]:
     """Return the values that nothing reads any more, by place."""
     last: dict[Value, int] = {}
     for place, call in enumerate(program.calls):
-        last |= dict.fromkeys((*call.reads, *filter(None, call.results)), place)
-        if (kernel := kernels.get(place)) is not None:
-            last |= dict.fromkeys((*kernel.reads, *filter(None, kernel.results)), place)
+        for one in (call, *checks.get(place, ())):
+            last |= dict.fromkeys((*one.reads, *filter(None, one.results)), place)
     kept = {*program.constants, *program.inputs, *values_in(program.output)}
     found: dict[int, list[Value]] = {}
     for value, place in last.items():
@@ -61,10 +78,19 @@ def _last_reads(program: Program, kernels: Mapping[int, Call]) -> dict[int, list
 
 
 def _check(kernel: Call, tensors: Mapping[Value, Tensor]) -> None:
-    formats = kernel.operator.formats
+    formats = _formats_of(kernel)
     for (value, found), name in zip(kernel.make(tensors).items(), formats, strict=True):
         if not _agree(found, tensors[value], name):
             raise WrongKernelError(f"{kernel.operator}: %{value.number} is another than its calls'")
+
+
+def _formats_of(kernel: Call) -> tuple[str, ...]:
+    """Return the formats of a kernel's results; empty where these are no codes."""
+    if isinstance(kernel.operator, RowKernel):
+        return kernel.operator.formats
+    # Of our products, the dtype stands behind the format of what they write.
+    *_, fmt, _ = kernel.arguments
+    return (fmt,)
 
 
 def _agree(found: Tensor, expected: Tensor, format_name: str) -> bool:

@@ -1,0 +1,1 @@
+"""Patterns: several calls of a program that one of our operators computes."""
