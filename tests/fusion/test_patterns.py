@@ -136,5 +136,5 @@ def test_a_wrong_pattern_is_found(monkeypatch):
         return OVERLOADS["quantize_int8_static"](y, None, torch.tensor([0.07]), "int8")
 
     monkeypatch.setattr(codes_of_products, "_word", lambda _: "gelu")
-    with pytest.raises(WrongKernelError, match="quantkit.project_gelu_int8"):
+    with pytest.raises(WrongKernelError, match=r"quantkit\.project_gelu_int8"):
         fused(step, operands[0])
