@@ -45,4 +45,9 @@ def fuse(program: Program) -> Fused:
     Raises:
         KernelError: a row kernel cannot be compiled.
     """
-    return Fused(fuse_rows(end_products_in_codes(program)), program)
+    return Fused(fuse_rows(with_patterns(program)), program)
+
+
+def with_patterns(program: Program) -> Program:
+    """Return a program with one of our operators for each pattern of several calls."""
+    return end_products_in_codes(program)

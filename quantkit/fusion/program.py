@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -58,7 +59,7 @@ class Call:
         """As aten.add.Tensor."""
         return str(self.operator)
 
-    @property
+    @cached_property
     def reads(self) -> tuple[Value, ...]:
         """Its tensors, each as often as it is given."""
         leaves = pytree.tree_leaves((self.arguments, dict(self.keywords)))

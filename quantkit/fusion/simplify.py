@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from quantkit.fusion.program import Call, Program, Value, replaced, values_in
@@ -112,13 +113,22 @@ def _one_of_equal(program: Program) -> Program:
     return _reading(program, lambda value: same.get(value, value))
 
 
+def _has_numbers(tensor: Tensor) -> bool:
+    """Tell whether a tensor is more than its shape."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def _numbers(program: Program, values: Sequence[Value]) -> list[Hashable]:
-    """Return the bits of constants of one element, brought to the host at once."""
+    """Return the bits of constants of one element, brought to the host at once.
+
+    None where there are but shapes: then constants of one layout count as equal.
+    """
     found: list[Hashable] = [None] * len(values)
     kinds: dict[Hashable, list[int]] = {}
     for place, value in enumerate(values):
         tensor = program.constants[value]
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
+        if _has_numbers(tensor):
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
     for places in kinds.values():
         numbers = torch.stack([program.constants[values[place]].reshape(()) for place in places])
         rows = numbers.unsqueeze(1).view(torch.uint8).cpu()

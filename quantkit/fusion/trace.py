@@ -1,6 +1,7 @@
 """Recording the operators that a step calls, as a program."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
 from typing import Any
@@ -35,6 +36,16 @@ def is_recording() -> bool:
     return _recording.get()
 
 
+@contextmanager
+def recording() -> Iterator[None]:
+    """Let modules leave to fusing, inside the block, what it does."""
+    token = _recording.set(True)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
 class UntraceableError(RuntimeError):
     """A step that is more than its operators."""
 
@@ -53,18 +64,24 @@ def trace(step: Callable[[], Any], inputs: Sequence[Tensor]) -> tuple[Program, A
         UntraceableError: the step draws random numbers, writes to what outlives it, or reads a
             number that depends on its inputs.
     """
-    recorder, token = _Recorder(inputs), _recording.set(True)
-    try:
-        with torch.no_grad(), recorder:
-            answer = step()
-    finally:
-        _recording.reset(token)
-    return recorder.program(answer), answer
+    recorder = Recorder(inputs)
+    with torch.no_grad(), recording(), recorder:
+        answer = step()
+    program = recorder.program(answer)
+    if recorder.reason:
+        raise UntraceableError(recorder.reason)
+    return program, answer
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+    """Records the operators that are called while it is entered."""
+
     def __init__(self, inputs: Sequence[Tensor]) -> None:
+        """Take tensors that are others at the next run."""
         super().__init__()  # type: ignore[no-untyped-call]
+        #: why a run of the program is no run of the step; empty where it is one
+        self.reason = ""
+        self._paused = False
         self._calls: list[Call] = []
         self._count = 0
         #: Weak, so that memory is given back as the step gives it back.
@@ -87,10 +104,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         """Call an operator and record it."""
         del types
         keywords = kwargs or {}
+        if self._paused:
+            return func(*args, **keywords)
         values, named = pytree.tree_map_only(Tensor, self._value, (args, keywords))
         result = func(*args, **keywords)
         self._record(func, values, named, result)
         return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside the block: what it makes is there before the step."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def program(self, answer: Any) -> Program:
         """Return what was recorded, of a step that gave this answer."""
@@ -98,7 +126,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         lasting = {self._storage_of[value] for value in (*self._constants, *self._inputs)}
         own = {self._storage_of[value] for value in self._literals}
         if self._written & (lasting - own):
-            raise UntraceableError("it writes to a tensor that outlives the step")
+            self._refuse("it writes to a tensor that outlives the step")
         written = frozenset(v for v, at in self._storage_of.items() if at in self._written)
         return Program(
             tuple(self._calls),
@@ -110,14 +138,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._layouts,
         )
 
+    def _refuse(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
     def _record(self, func: Any, arguments: Any, keywords: Any, result: Any) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, arguments, keywords):
-            raise UntraceableError(f"{func} draws random numbers")
+            self._refuse(f"{func} draws random numbers")
         reads = [x for x in pytree.tree_leaves((arguments, keywords)) if isinstance(x, Value)]
         varies = any(value in self._varying for value in reads)
         if func is _READS_A_NUMBER:
             if varies:
-                raise UntraceableError("it reads a number off a tensor that depends on its inputs")
+                self._refuse("it reads a number off a tensor that depends on its inputs")
             return
         if func is _LITERAL:
             self._literals.update(reads)
@@ -143,7 +174,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             return
         views = not any(argument.alias_info for argument in func._schema.arguments)  # noqa: SLF001
         if views and any(self._storage_of[value] in self._unwritten for value in read):
-            raise UntraceableError(f"{func} reads what no operator of torch wrote")
+            self._refuse(f"{func} reads what no operator of torch wrote")
 
     def _result(self, tensor: Tensor) -> Value:
         known = self._known.get(tensor)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from quantkit.fusion.simplify import simplify
-from quantkit.fusion.trace import UntraceableError, trace
+from quantkit.fusion.trace import Recorder, UntraceableError, trace
 from quantkit.pipelines.recorded_step import take_apart
 from tests.support.denoisers import INPUTS, tiny_denoiser
 
@@ -216,3 +216,23 @@ def test_a_number_of_what_python_made_is_known():
         return x * torch.tensor([2.0, 3.0]).sum().item()
 
     assert names(traced(step, INPUT)[1]) == ["mul"]
+
+
+@pytest.mark.parametrize(("device", "left"), [("cpu", 3), ("meta", 2)])
+def test_constants_of_one_element_count_as_equal_where_they_have_no_numbers(device, left):
+    x = INPUT.to(device)
+    ones = [torch.tensor(number).to(device) for number in (2.0, 3.0)]
+    program, _ = trace(lambda: x * ones[0] + x * ones[1], (x,))
+    assert len(simplify(program).calls) == left
+
+
+def test_what_is_made_while_recording_pauses_is_there_before_the_step():
+    recorder = Recorder((INPUT,))
+    with torch.no_grad(), recorder:
+        with recorder.paused():
+            kept = INPUT @ WEIGHT
+        answer = INPUT + kept
+    program = recorder.program(answer)
+    assert names(program) == ["add"]
+    assert any(constant is kept for constant in program.constants.values())
+    assert torch.equal(program.run((INPUT,)), answer)

@@ -54,8 +54,7 @@ def source_of(
         aligned: whether a tensor starts on 16 bytes.
     """
     schedule = Schedule(tuple(outputs.values()))
-    loads = [node for node in schedule.everything if isinstance(node, Load)]
-    reads = tuple(dict.fromkeys(load.value for load in loads))
+    reads = tuple(dict.fromkeys(load.value for load in schedule.loads))
     writer = _Writer(rows, schedule, outputs, reads, aligned)
     body = "\n".join(writer.lines())
     symbol = f"rows_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
@@ -112,8 +111,8 @@ class _Writer:
 
     def _largest(self) -> int:
         """Return the largest number of a place, or of an element."""
-        loads = (node for node in self._schedule.everything if isinstance(node, Load))
-        extents = (sum((d.size - 1) * d.stride for d in load.access) for load in loads)
+        accesses = (load.access for load in self._schedule.loads)
+        extents = (sum((d.size - 1) * d.stride for d in access) for access in accesses)
         return max(self.geometry.blocks * self.geometry.threads * 8, self._rows.numel, *extents, 0)
 
     def _place(self) -> Iterator[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from quantkit.fusion.rows.row_nodes import Concatenated, Level, Node, Reduce
+from quantkit.fusion.rows.row_nodes import Concatenated, Level, Load, Node, Reduce
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +40,11 @@ class Schedule:
         joined = (node for node in self.nodes if isinstance(node, Concatenated))
         pieces = (Schedule((piece.node,)).nodes for node in joined for piece in node.pieces)
         return tuple(dict.fromkeys((*self.nodes, *chain.from_iterable(pieces))))
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """Nodes that are read from memory."""
+        return tuple(node for node in self.everything if isinstance(node, Load))
 
     @cached_property
     def _earliest(self) -> Mapping[Node, int]:
