@@ -1,6 +1,6 @@
 """Write the tables of estimated steps into docs/guides/benchmark.md, beside what was measured.
 
-``python docs/measure_estimate.py`` writes all of them, in a minute. What was measured stands in
+``python docs/measure_estimate.py`` writes all of them, in four minutes. What was measured stands in
 docs/notes/results, in the files of RUNS; docs/notes/results.md has the command that wrote each. To
 renew the tables, put new files in their place and run this again.
 
@@ -212,7 +212,7 @@ def _takes(
     card: Card, denoiser: Denoiser, contender: ModelContender, settings: ModelBenchSettings
 ) -> dict[str, Span]:
     traced = trace_contender(denoiser, contender, settings, arch_of_device(card.device))
-    kernels = kernels_of(traced.trace, contender, settings, card)
+    kernels = kernels_of(traced, settings, card)
     found = defaultdict(lambda: Span(0.0, 0.0))
     for low, high in zip(*(time_kernels(kernels, card, side) for side in (1, 0)), strict=True):
         found[low.kernel.names[0].partition(".")[2]] += Span(low.us / 1e3, high.us / 1e3)

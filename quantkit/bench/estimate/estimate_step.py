@@ -15,7 +15,8 @@ from quantkit.bench.estimate.estimate_figures import (
 from quantkit.bench.estimate.estimated_kernels import Kernel, fused, separate, with_layout_copies
 from quantkit.bench.estimate.groups import GROUPS, LAUNCHES
 from quantkit.bench.estimate.kernel_cost import BOUNDS, Timed, time_kernels
-from quantkit.bench.estimate.shape_models import trace_contender
+from quantkit.bench.estimate.replayed_kernels import replayed
+from quantkit.bench.estimate.shape_models import Traced, trace_contender
 from quantkit.bench.estimate.tracing import Trace
 from quantkit.bench.models.denoisers import Denoiser
 from quantkit.bench.models.model_attention import why_attention_is_torchs, why_no_kernel
@@ -67,7 +68,7 @@ def _estimate(
     traced = trace_contender(denoiser, contender, settings, arch)
     if contender.attention and not traced.trace.has_quantized_attention:
         return EstimateRow(contender.name, why_attention_is_torchs(settings.min_keys))
-    kernels = kernels_of(traced.trace, contender, settings, card)
+    kernels = kernels_of(traced, settings, card)
     low, high = (time_kernels(kernels, card, side) for side in (1, 0))
     groups = (*_groups(low, high), _launches(kernels, card))
     device = sum((group.ms for group in groups), Span(0, 0))
@@ -86,15 +87,17 @@ def _why_not(contender: ModelContender, arch: Arch) -> str:
         return why_no_kernel(contender.attention, torch.device("cuda"), static_scales=static)
 
 
-def kernels_of(
-    trace: Trace, contender: ModelContender, settings: ModelBenchSettings, card: Card
-) -> tuple[Kernel, ...]:
+def kernels_of(traced: Traced, settings: ModelBenchSettings, card: Card) -> tuple[Kernel, ...]:
     """Return the kernels of a contender's step, in their order."""
-    if contender.compiled:
-        return tuple(_summed(kernel, contender) for kernel in fused(trace.calls))
-    kernels = tuple(_summed(kernel, contender) for kernel in separate(trace.calls))
-    copies = card.is_nvidia and not settings.channels_last
+    kernels = tuple(_summed(kernel, traced.contender) for kernel in _kernels_of(traced))
+    copies = card.is_nvidia and not settings.channels_last and not traced.contender.compiled
     return with_layout_copies(kernels) if copies else kernels
+
+
+def _kernels_of(traced: Traced) -> tuple[Kernel, ...]:
+    if traced.contender.compiled:
+        return fused(traced.trace.calls)
+    return separate(traced.trace.calls) if traced.program is None else replayed(traced.program)
 
 
 def _summed(kernel: Kernel, contender: ModelContender) -> Kernel:

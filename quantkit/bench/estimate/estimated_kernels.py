@@ -169,7 +169,7 @@ def _joined(chain: Sequence[Call], number: int, readers: dict[int, set[int]]) ->
     return Kernel(
         NORMS if any(single.group == NORMS for single in singles) else SMALL,
         tuple(call.name for call in chain),
-        _once(reads),
+        once(reads),
         # What nobody reads is the step's result.
         writes or chain[-1].writes[:1],
         None,
@@ -185,7 +185,7 @@ def _is_long(call: Call) -> bool:
     return rows and call.reads[0].shape[-1:] > (_LONGEST_ROW,)
 
 
-def _once(views: Sequence[View]) -> tuple[View, ...]:
+def once(views: Sequence[View]) -> tuple[View, ...]:
     """Return views of which none is read twice: the same elements in another shape are one."""
     found: dict[tuple[int, int, int], View] = {}
     for view in views:

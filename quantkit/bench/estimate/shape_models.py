@@ -26,6 +26,9 @@ from quantkit.device.archs import Arch
 from quantkit.device.backends import fast_sums
 from quantkit.device.choosing import supposing
 from quantkit.errors import ModelError
+from quantkit.fusion.fuse import with_patterns
+from quantkit.fusion.program import Program
+from quantkit.fusion.simplify import simplify
 from quantkit.inference.attention import coded_attention, coded_projections
 from quantkit.inference.attention.head_factors import fix_factors
 from quantkit.inference.layers import head_scales
@@ -51,6 +54,8 @@ class Traced:
 
     contender: ModelContender
     trace: Trace
+    #: of a replayed step, before row kernels; None for others, and where every call is kept
+    program: Program | None
     #: of parameters and buffers
     weight_bytes: int
 
@@ -88,7 +93,8 @@ def trace_contender(
             fast_sums() if contender.fast else nullcontext(),
         ):
             found = _trace(model, inputs, contender, settings)
-        return Traced(contender, found, _bytes_of(model))
+            shorter = _shorter(found) if contender.replayed else None
+        return Traced(contender, found, shorter, _bytes_of(model))
 
 
 def _quantize_attention(
@@ -122,14 +128,24 @@ def _trace(
     contender: ModelContender,
     settings: ModelBenchSettings,
 ) -> Trace:
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     try:
-        return trace(lambda: model(**inputs), () if contender.compiled else tree_leaves(inputs))
+        return trace(
+            lambda: model(**inputs),
+            tensors,
+            keeps=not contender.compiled,
+            replayed=contender.replayed,
+        )
     except (*REFUSALS, LookupError, ArithmeticError) as error:
         where = f"--batch {settings.batch} and --size {settings.size}"
         raise ModelError(
             f"{type(model).__name__}: no step runs at {where} with inputs that follow from its "
             f"forward and config: {one_line(error)}"
         ) from error
+
+
+def _shorter(trace: Trace) -> Program | None:
+    return None if trace.reason else with_patterns(simplify(trace.program))
 
 
 def _move(model: nn.Module) -> None:

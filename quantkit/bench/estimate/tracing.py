@@ -1,25 +1,27 @@
 """Traces of a step: its calls, reads and writes, recorded from tensors without numbers."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from quantkit.bench.kernels.matrix_product import Product
 from quantkit.bench.kernels.operator_costs import product_of
+from quantkit.fusion import program as fusion
+from quantkit.fusion.program import Layout, Program, Value, replaced
+from quantkit.fusion.trace import Recorder, recording
 from quantkit.pipelines.kept_results import keeping
 
 #: What only asks, or makes memory that nobody has written.
 _FREE = {"prim.device", "aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided",
          "aten.sym_size", "aten.detach", "aten.lift_fresh", "aten.scalar_tensor"}  # fmt: skip
-SDPA = "scaled_dot_product_attention"
+_SDPA = "scaled_dot_product_attention"
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,23 @@ class Call:
         return sum(view.nbytes for view in {*self.reads, *self.writes})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
     """A step."""
 
-    calls: tuple[Call, ...]
-    #: operators that were asked for, views and questions included: what the host pays for
-    asked: int
+    program: Program
+    #: why a run of the program is no run of the step; empty where it is one
+    reason: str = ""
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """Operators that compute."""
+        return calls_of(self.program.calls, self.program.layouts)
+
+    @property
+    def asked(self) -> int:
+        """Operators that were asked for, views and questions included: what the host pays for."""
+        return sum(call.operator.namespace != "prim" for call in self.program.calls)
 
     @property
     def has_quantized_attention(self) -> bool:
@@ -77,86 +89,79 @@ class Trace:
         return sum(call.product.flops for call in self.calls if call.product)
 
 
-def trace(step: Callable[[], object], kept: Iterable[object] = ()) -> Trace:
+def trace(
+    step: Callable[[], object],
+    inputs: Iterable[Tensor] = (),
+    *,
+    keeps: bool = True,
+    replayed: bool = False,
+) -> Trace:
     """Return what ``step`` computes, without computing it.
 
     Args:
         step: on tensors of a FakeTensorMode that holds, or of the meta device.
-        kept: inputs that are the same at every step: what layers keep of them is not computed.
+        inputs: its tensors that are others at the next picture.
+        keeps: layers keep what they make of inputs that are the same at every step.
+        replayed: what it calls is fused afterwards.
     """
-    recorder = _Recorder()
-    with torch.no_grad(), _Attention(recorder), keeping(_Outside(recorder, kept)), recorder:
-        step()
-    return Trace(tuple(recorder.calls), recorder.asked)
+    inputs = tuple(inputs)
+    recorder = Recorder(inputs)
+    outside = _Outside(recorder, inputs if keeps else ())
+    with (
+        torch.no_grad(),
+        recording() if replayed else nullcontext(),
+        _Attention(),
+        keeping(outside),
+        recorder,
+    ):
+        answer = step()
+    return Trace(recorder.program(answer), recorder.reason)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
-    """Records operators that write memory of their own; a view of another's computes nothing."""
+def calls_of(calls: Iterable[fusion.Call], layouts: Mapping[Value, Layout]) -> tuple[Call, ...]:
+    """Return those calls of a program that compute: a view of another's memory does not."""
+    found = (_call_of(call, layouts) for call in calls)
+    return tuple(call for call in found if call is not None)
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
-        self.asked = 0
-        self._paused = False
-        # Alive until the end, so that no memory has the key of another's.
-        self._seen: list[Any] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        del types
-        result = func(*args, **(kwargs or {}))
-        if not self._paused:
-            self._record(func, (args, kwargs or {}), result)
-        return result
+def _call_of(call: fusion.Call, layouts: Mapping[Value, Layout]) -> Call | None:
+    operator = call.operator
+    name = f"{operator.namespace}.{operator.overloadpacket.__name__}"
+    if name in _FREE:
+        return None
+    reads = tuple(view_of(layouts[value]) for value in call.reads)
+    known = {view.storage for view in reads}
+    results = [layouts[value] for value in call.results if value is not None]
+    product = product_of(name, _hollow(call.arguments, layouts), next(map(_tensor, results), None))
+    if product is not None and product.kind == "attention":
+        # What it keeps for gradients is empty.
+        results = results[:1]
+    writes = tuple(view_of(one) for one in results if call.writes or one.storage not in known)
+    return Call(name, reads, writes, product) if writes else None
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Record nothing inside the block."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
-    def add(self, name: str, reads: Sequence[Tensor], write: Tensor, product: Product) -> None:
-        """Record a call that was not made."""
-        self.asked += 1
-        self.calls.append(Call(name, self._views(reads), self._views([write]), product))
+def view_of(layout: Layout) -> View:
+    """Return what is moved of a tensor with a layout."""
+    steps = zip(layout.shape, layout.strides, strict=True)
+    elements = prod(size for size, step in steps if step or size == 0)
+    return View(layout.storage, elements, layout.dtype.itemsize, layout.shape, layout.offset)
 
-    def _record(self, func: Any, given: Any, result: Any) -> None:
-        name = f"{func.namespace}.{func.overloadpacket.__name__}"
-        if name.startswith("prim."):
-            return
-        self.asked += 1
-        inputs, outputs = (
-            [t for t in tree_leaves(found) if isinstance(t, Tensor)] for found in (given, result)
-        )
-        changes = func._schema.is_mutable  # noqa: SLF001  the only place that says so
-        reads, writes = self._views(inputs), self._views(outputs)
-        known = {view.storage for view in reads}
-        fresh = tuple(view for view in writes if changes or view.storage not in known)
-        if name not in _FREE and fresh:
-            self.calls.append(Call(name, reads, fresh, product_of(name, given[0], result)))
 
-    def _views(self, tensors: Iterable[Tensor]) -> tuple[View, ...]:
-        return tuple(self._view(t) for t in tensors)
+def _hollow(arguments: Any, layouts: Mapping[Value, Layout]) -> Any:
+    """Return arguments with tensors of their shapes."""
+    return replaced(arguments, lambda value: _tensor(layouts[value]))
 
-    def _view(self, t: Tensor) -> View:
-        storage = t.untyped_storage()
-        self._seen.append(storage)
-        steps = zip(t.shape, t.stride(), strict=True)
-        elements = prod(size for size, step in steps if step or size == 0)
-        key = storage._cdata  # noqa: SLF001  what tells memory without addresses apart
-        return View(key, elements, t.element_size(), tuple(t.shape), int(t.storage_offset()))
+
+def _tensor(layout: Layout) -> Tensor:
+    return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
 
 
 class _Outside:
     """Leaves out what layers make of inputs that are the same at every step, and keep."""
 
-    def __init__(self, recorder: _Recorder, inputs: Iterable[object]) -> None:
+    def __init__(self, recorder: Recorder, inputs: Iterable[Tensor]) -> None:
         self._recorder = recorder
-        self._inputs = {id(t) for t in inputs if isinstance(t, Tensor)}
+        self._inputs = {id(t) for t in inputs}
 
     def result(self, layer: nn.Module, x: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
         """Return what a layer makes of ``x``; None where that is computed at every step."""
@@ -169,31 +174,22 @@ class _Outside:
 
 
 class _Attention(TorchFunctionMode):
-    """Records torch's attention as one call: without a device it would be matrices of scores."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
+    """Calls an operator for torch's attention: without a device it would be matrices of scores."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         del types
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") != SDPA:
+        if getattr(func, "__name__", "") != _SDPA:
             return func(*args, **kwargs)
-        return self._attend(*args, **kwargs)
+        return _attend(*args, **kwargs)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        with self._recorder.paused():
-            batch, heads, queries, _ = query.shape
-            # As kernels lay it out: tokens outside, so that heads are joined without a copy.
-            y = query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
-        masks = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        product = Product.attention(
-            batch * heads, queries, key.shape[-2], query.shape[-1], value.shape[-1]
-        )
-        self._recorder.add(f"aten.{SDPA}", [query, key, value, *masks], y, product)
-        return y
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *_: Any, **more: Any
+) -> Any:
+    mask = more.get("attn_mask", mask)
+    # As all kernels of attention it puts tokens outside, so that heads are joined without a copy.
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001  an operator
+    return attend(query, key, value, mask, compute_log_sumexp=False)[0]

@@ -142,11 +142,17 @@ def _convolution(x: Tensor, w: Tensor, result: Tensor) -> Product:
     return Product("conv", _width(x), rows, outputs, prod(w.shape[1:]))
 
 
+def _torch_attention(query: Tensor, key: Tensor, value: Tensor) -> Product:
+    batch, heads, queries, columns = query.shape
+    return Product.attention(batch * heads, queries, key.shape[-2], columns, value.shape[-1])
+
+
 _ATEN: dict[str, Callable[[Sequence[Any], Any], Product]] = {
     "mm": lambda args, _: _matrices(args[0], args[1]),
     "addmm": lambda args, _: _matrices(args[1], args[2]),
     "bmm": lambda args, _: _batched(args[0], args[1]),
     "baddbmm": lambda args, _: _batched(args[1], args[2]),
+    "_scaled_dot_product_efficient_attention": lambda args, _: _torch_attention(*args[:3]),
     "convolution": lambda args, result: _convolution(args[0], args[1], result),
 }
 
