@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from itertools import count
 from typing import Any
 
@@ -27,25 +26,6 @@ _EMPTY = frozenset({
 _READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  an operator's name
 
 
-#: A step is being recorded in this thread.
-_recording: ContextVar[bool] = ContextVar("recording", default=False)
-
-
-def is_recording() -> bool:
-    """Tell whether this thread records a step, whose calls are fused afterwards."""
-    return _recording.get()
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """Let modules leave to fusing, inside the block, what it does."""
-    token = _recording.set(True)
-    try:
-        yield
-    finally:
-        _recording.reset(token)
-
-
 class UntraceableError(RuntimeError):
     """A step that is more than its operators."""
 
@@ -65,7 +45,7 @@ def trace(step: Callable[[], Any], inputs: Sequence[Tensor]) -> tuple[Program, A
             number that depends on its inputs.
     """
     recorder = Recorder(inputs)
-    with torch.no_grad(), recording(), recorder:
+    with torch.no_grad(), recorder:
         answer = step()
     program = recorder.program(answer)
     if recorder.reason:

@@ -34,7 +34,6 @@ from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose, least_keys, supposing, why_on_request
 from quantkit.device.torch_operators import OPERATORS
 from quantkit.errors import InputError, ModelError
-from quantkit.inference.blocks.norm_codes import sums_pay
 from quantkit.inference.layers.fused_op import has_kernel
 from quantkit.progress import silent
 from tests.support.pipelines import tiny_flux_pipeline, tiny_unet
@@ -227,7 +226,6 @@ def test_streams_of_loaded_models_are_joined_in_one_pass(tiny_flux):
 def test_what_compile_fuses_depends_on_the_card(tiny, device, fuses):
     calls = names_of(tiny, "fp8-static-compiled", arch_of_device(device))
     assert ("quantkit.quantize_fp8_static" in calls) is not fuses
-    assert ("quantkit.sum_norm_codes_fp8" in calls) is not fuses
     # The compiler's own norms and sums.
     assert "aten.native_group_norm" in calls
     assert not any("residual" in name for name in calls)
@@ -357,16 +355,13 @@ def test_kernels_are_supposed_inside_the_block_alone():
         assert choose("attention_fp8", cuda, k=64).backend is Backend.REFERENCE
 
 
-@pytest.mark.parametrize(
-    ("device", "asked", "sums"), [("gfx1201", False, True), ("sm_90", True, False)]
-)
-def test_what_a_device_decides_is_decided_for_the_supposed_one(device, asked, sums):
+@pytest.mark.parametrize(("device", "asked"), [("gfx1201", False), ("sm_90", True)])
+def test_what_a_device_decides_is_decided_for_the_supposed_one(device, asked):
     cuda = torch.device("cuda")
     with supposing(arch_of_device(device)):
         assert bool(why_on_request("attention_fp8", cuda)) is asked
         least = least_keys(cuda, OneLaunch.PROJECTIONS, 64)
         assert (least is not None) is asked
-        assert sums_pay() is sums
         assert has_kernel("gelu_codes_fp8", "cuda", 64)
     if not torch.cuda.is_available():
         assert not has_kernel("gelu_codes_fp8", "cuda", 64)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.inference.blocks import feed_forward
 from quantkit.inference.layers.codes import Codes
 from quantkit.inference.layers.layer_summary import iterate_packed
 from quantkit.inference.layers.packed_layer import PackedLayer
@@ -19,7 +18,6 @@ from quantkit.numerics.formats import INT4
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
-from tests.inference.test_feed_forward import PLAIN, network
 from tests.inference.test_inference import SCHEMES
 from tests.support.adapters import RANK, ByHand, branches
 from tests.support.answers import step
@@ -177,24 +175,6 @@ def test_fusing_is_refused_in_one_line(packed_dir, lora):
     with pytest.raises(InputError, match=r"^fuse_lora: UNet2DConditionModel is packed.*16-bit"):
         pipe.fuse_lora()
     assert torch.equal(step(pipe.unet), before)
-
-
-@torch.no_grad()
-def test_gated_networks_step_aside_for_adapters(monkeypatch):
-    monkeypatch.setattr(feed_forward, "has_kernel", lambda *_: True)
-    model: Any = network(PLAIN, PLAIN)
-    x = torch.randn(3, 32)
-    feed_forward.install(model)
-    alone = model(x)
-    config = peft.LoraConfig(r=2, target_modules=["proj"], init_lora_weights=False)
-    peft.inject_adapter_in_model(config, model)
-    gated = model[0].net[0]
-    down, up = (table["default"] for table in (gated.proj.lora_A, gated.proj.lora_B))
-    branch = up(down(x)) * gated.proj.scaling["default"]
-    hidden, gate = (gated.proj.base_layer(x) + branch).chunk(2, dim=-1)
-    assert near(model(x), model[0].net[2](hidden * nn.functional.gelu(gate)))
-    gated.proj = gated.proj.base_layer
-    assert torch.equal(model(x), alone)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from quantkit.device.gpu.gpu_calls import Call
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
 from quantkit.inference.layers import launch_cache, modules, packed_layer
+from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.inference.layers.timestep_buckets import TimestepBuckets
 from quantkit.numerics.formats import E4M3FN, INT4, INT8
 from quantkit.numerics.granularity import PerChannel, PerTensor
@@ -145,16 +146,21 @@ def test_layers_that_do_more_always_ask(made, name):
     assert not any(op.startswith("quantize") for op in made)
 
 
+def as_codes(layer, x):
+    codes, scale = layer._coded(x)
+    return QuantizedInput(codes, scale, x.shape, x.dtype)
+
+
 @torch.no_grad()
 def test_products_of_codes_are_known(made):
     """As behind norms and activations, which write codes."""
     layer, x = layer_of(SCHEMES["token"]), torch.randn(2, 5, 32)
-    codes = layer.as_codes(x)
+    codes = as_codes(layer, x)
     answers = [layer(codes) for _ in range(3)]
     assert made == ["gemm_fp8"] * 2
     assert all(torch.equal(y, asked(layer, codes)) for y in answers)
     made.clear()
-    layer(layer_of(FP8).as_codes(x))
+    layer(as_codes(layer_of(FP8), x))
     assert made == []
 
 

@@ -4,7 +4,6 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, channels_last
 
 from quantkit.inference.blocks.picture_norms import is_coded, norm_codes, pixels
-from quantkit.inference.blocks.residuals import adds
 
 
 class CodedTransformer2DModel(Transformer2DModel):  # type: ignore[misc]  # diffusers' own class is untyped
@@ -29,10 +28,5 @@ class CodedTransformer2DModel(Transformer2DModel):  # type: ignore[misc]  # diff
             y: Tensor = super()._get_output_for_continuous_inputs(hidden_states, residual, **sizes)
             return y
         shape = [sizes[name] for name in ("batch_size", "height", "width", "inner_dim")]
-        rows = pixels(residual).flatten(1, 2)
-        alike = rows.dtype is hidden_states.dtype and list(pixels(residual).shape) == shape
-        if alike and adds(self.proj_out, rows):
-            summed: Tensor = self.proj_out.add_to(hidden_states, rows)
-            return summed.reshape(shape).permute(0, 3, 1, 2)
         projected: Tensor = self.proj_out(hidden_states)
         return projected.reshape(shape).permute(0, 3, 1, 2) + residual

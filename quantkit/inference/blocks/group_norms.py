@@ -13,10 +13,14 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
+from quantkit.device.ops.checks import IO_DTYPES
+from quantkit.device.ops.table import name_for
 from quantkit.inference.blocks import upsampling
 from quantkit.inference.blocks.picture_norms import fits, is_coded, norm_codes, pixels
-from quantkit.inference.blocks.residuals import adds
-from quantkit.inference.layers.modules import PackedConv2d, PackedLinear
+from quantkit.inference.layers.fused_op import has_kernel
+from quantkit.inference.layers.modules import PackedConv2d, PackedLinear, is_watched
+from quantkit.numerics.granularity import PerGroup
+from quantkit.numerics.scheme import Activation
 
 _SILU = "silu"
 
@@ -40,7 +44,7 @@ class CodedResnetBlock(ResnetBlock2D):  # type: ignore[misc]  # diffusers' own c
         if self.conv_shortcut is not None:
             x = self.conv_shortcut(x)
         alike = x.dtype is hidden.dtype and self.output_scale_factor == 1
-        if alike and adds(self.conv2, x):
+        if alike and _adds(self.conv2, x):
             summed: Tensor = self.conv2.add_convolved(codes, pixels(x))
             return summed.permute(0, 3, 1, 2)
         y = x + self.conv2.convolve_codes(codes, hidden.dtype).permute(0, 3, 1, 2)
@@ -54,6 +58,19 @@ class CodedResnetBlock(ResnetBlock2D):  # type: ignore[misc]  # diffusers' own c
             temb if self.skip_time_act else self.nonlinearity(temb)
         )
         return projected
+
+
+def _adds(conv: PackedConv2d, x: Tensor) -> bool:
+    """Tell whether a convolution's kernel adds its product to a picture (B, N, H, W)."""
+    differentiated = torch.is_grad_enabled() and x.requires_grad
+    if torch.compiler.is_compiling() or differentiated or is_watched(conv):
+        return False
+    scheme = conv.scheme
+    if scheme.activation is Activation.NONE or isinstance(scheme.granularity, PerGroup):
+        return False
+    kinds, sparse = (scheme.input.name, scheme.codes.name), scheme.sparsity is not None
+    name = name_for("conv_residual", *kinds, sparse=sparse)
+    return x.dtype in IO_DTYPES.values() and has_kernel(name, str(x.device), conv.k)
 
 
 def _fits_resnet(block: Any) -> bool:

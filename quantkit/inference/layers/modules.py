@@ -7,7 +7,6 @@ are quantized once; else windows are unfolded into rows with a scale each.
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from quantkit.device.ops.table import name_for
 from quantkit.device.torch_operators import OPERATORS, operator_for
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.layers.head_scales import FoldedScales
-from quantkit.inference.layers.input_codes import Coded, quantize_input
+from quantkit.inference.layers.input_codes import Coded
 from quantkit.inference.layers.launch_cache import addresses_of, key_of
 from quantkit.inference.layers.packed_layer import PackedLayer
 from quantkit.inference.layers.quantized_input import QuantizedInput
@@ -113,86 +112,16 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         y: Tensor = OPERATORS["gemm_w16"](rows, codes, factors, scale, bias, name)
         return y.reshape(*x.shape[:-1], self.n)
 
-    def add_to(
-        self, x: Tensor | QuantizedInput, residual: Tensor, gate: Tensor | None = None
-    ) -> Tensor:
-        """Return ``residual + gate * forward(x)``, rounded once, where ``quantizes_input``.
-
-        Args:
-            x: (B, ..., K).
-            residual: (B, ..., N).
-            gate: (B, N); None for ones.
-        """
-        rows = residual.reshape(-1, self.n)
-        return self.add_product(self._coded(x), rows, gate).reshape(residual.shape)
-
-    @property
-    def takes_codes(self) -> bool:
-        """True when inputs become codes of one static scale."""
-        return self.scheme.activation is Activation.STATIC and self.input_smooth is None
-
     @property
     def quantizes_input(self) -> bool:
         """True when inputs become codes."""
         return self.scheme.activation is not Activation.NONE
-
-    def as_codes(self, x: Tensor) -> QuantizedInput:
-        """Return the codes of an input (..., K), of a layer that ``quantizes_input``."""
-        return QuantizedInput(*self._coded(x), x.shape, x.dtype)
 
     def _coded(self, x: Tensor | QuantizedInput) -> Coded:
         """Return the codes of an input (..., K), and their scale."""
         if isinstance(x, QuantizedInput):
             return x[:2]
         return self._quantize(x.reshape(-1, self.k).contiguous())
-
-    def gated_codes(self, x: Tensor | QuantizedInput, target: "PackedLinear") -> Tensor:
-        """Return ``target``'s input codes: GEGLU of this layer's output.
-
-        Args:
-            x: (..., K).
-            target: a layer that ``takes_codes``, of K = N / 2.
-
-        Returns:
-            (M, N / 2) uint8 codes of h * gelu(g), h and g the halves of the output.
-        """
-        codes, x_scale = self._coded(x)
-        stored = self.stored()
-        weights = (*stored, self._weight("weight_scale"), self._bias(x.dtype))
-        scheme, scale = self.scheme, target.static_scale
-        kinds = (scheme.input.name, scheme.codes.name)
-        gate = operator_for("geglu", *kinds, sparse=scheme.sparsity is not None)
-        formats = (*kinds, target.scheme.input.name)
-        gated: Tensor = gate(codes, x_scale, *weights, scale, *formats, x.dtype)
-        return gated
-
-    def activated_codes(
-        self,
-        x: Tensor | QuantizedInput,
-        target: "PackedLinear",
-        activation: str,
-        prefix: Tensor | None,
-    ) -> Tensor:
-        """Return ``target``'s input codes: an activation of this layer's output.
-
-        Args:
-            x: (..., K), of a layer that ``writes_codes``.
-            target: a layer that ``takes_parts``.
-            activation: of ``device.ops.activations``.
-            prefix: (..., L) of x's dtype, left of the activation; or None.
-
-        Returns:
-            (M, L + N) uint8 codes.
-        """
-        rows = None if prefix is None else prefix.reshape(-1, prefix.shape[-1])
-        weights = (*self.stored(), self._weight("weight_scale"), self._bias(x.dtype))
-        kinds = (self.scheme.input.name, self.scheme.codes.name)
-        project = operator_for("project_gelu", *kinds, sparse=self.scheme.sparsity is not None)
-        codes: Tensor = project(
-            *self._coded(x), *weights, rows, *target.smooth_and_scale,
-            activation, *kinds, target.scheme.input.name, x.dtype,
-        )  # fmt: skip
-        return codes
 
     @property
     def takes_parts(self) -> bool:
@@ -203,22 +132,6 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
     def smooth_and_scale(self) -> tuple[Tensor | None, Tensor]:
         """Smoothing and scale of a static input: float32 (K,), and () or (1,)."""
         return self._part("input_smooth"), self.static_scale
-
-    def codes_of_parts(self, parts: Sequence[Tensor]) -> QuantizedInput:
-        """Return the codes of inputs (..., .) side by side, of a layer that ``takes_parts``."""
-        smooth, scale = self.smooth_and_scale
-        ends = list(accumulate(part.shape[-1] for part in parts))
-        codes = [
-            quantize_input(
-                x.reshape(-1, x.shape[-1]).contiguous(),
-                scale,
-                None if smooth is None else smooth[end - x.shape[-1] : end],
-                self.scheme.input,
-            )[0]
-            for x, end in zip(parts, ends, strict=True)
-        ]
-        shape = torch.Size((*parts[0].shape[:-1], self.k))
-        return QuantizedInput(torch.cat(codes, dim=1), scale, shape, parts[0].dtype)
 
     def multiply_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``forward`` of an input (M, K) that is given as ``gated_codes``: (M, N)."""
@@ -384,15 +297,11 @@ def pack_module(
     return PackedConv2d(name, scheme, dense, buckets)
 
 
-class ReplacedForward:
-    """The base of callables that replace a layer's ``forward`` to add its product to a residual."""
-
-
 def is_watched(layer: nn.Module) -> bool:
     """Tell whether a layer's calls are observed or changed: by hooks, or by offloading."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
     own = layer.__dict__
-    return bool(hooks) or ("forward" in own and not isinstance(own["forward"], ReplacedForward))
+    return bool(hooks) or "forward" in own
 
 
 def _is_alone(layer: nn.Module) -> bool:

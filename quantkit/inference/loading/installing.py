@@ -4,7 +4,7 @@ from torch import nn
 
 from quantkit.checkpoint.packed_attention import PackedAttention
 from quantkit.inference.attention import coded_attention, coded_projections, fused_qkv
-from quantkit.inference.blocks import feed_forward, first_last_conv, group_norms
+from quantkit.inference.blocks import first_last_conv, group_norms
 from quantkit.inference.layers import head_scales, prompts, timestep_buckets
 from quantkit.inference.loading import model_methods
 
@@ -14,7 +14,6 @@ _LASTING = (
     head_scales,
     model_methods,
     timestep_buckets,
-    feed_forward,
     group_norms,
     first_last_conv,
     fused_qkv,
@@ -29,15 +28,13 @@ def install(model: nn.Module, packed: PackedAttention | None = None) -> None:
         packed: attention as the checkpoint has it; None: diffusers' own.
     """
     # The classes that it replaces import diffusers' quantizers, which import this.
-    from quantkit.inference.blocks import normed_blocks, up_blocks
+    from quantkit.inference.blocks import up_blocks
 
     model_methods.install(model)
     fused_qkv.install(model)
-    feed_forward.install(model)
     group_norms.install(model)
     first_last_conv.install(model)
     prompts.install(model)
-    normed_blocks.install(model)
     up_blocks.install(model)
     coded_attention.install(model, packed)
     coded_projections.install(model)
@@ -46,7 +43,7 @@ def install(model: nn.Module, packed: PackedAttention | None = None) -> None:
 def uninstall(model: nn.Module) -> None:
     """Undo ``install`` and the other changes of loading, once no layer is packed any more."""
     # Imported here for the same reason as in ``install``.
-    from quantkit.inference.blocks import normed_blocks, up_blocks
+    from quantkit.inference.blocks import up_blocks
 
-    for installed in (*_LASTING, normed_blocks, up_blocks):
+    for installed in (*_LASTING, up_blocks):
         installed.uninstall(model)
