@@ -134,7 +134,6 @@ def _trace(
             lambda: model(**inputs),
             tensors,
             keeps=not contender.compiled,
-            replayed=contender.replayed,
         )
     except (*REFUSALS, LookupError, ArithmeticError) as error:
         where = f"--batch {settings.batch} and --size {settings.size}"

@@ -1,7 +1,6 @@
 """Traces of a step: its calls, reads and writes, recorded from tensors without numbers."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,7 +14,7 @@ from quantkit.bench.kernels.matrix_product import Product
 from quantkit.bench.kernels.operator_costs import product_of
 from quantkit.fusion import program as fusion
 from quantkit.fusion.program import Layout, Program, Value, replaced
-from quantkit.fusion.trace import Recorder, recording
+from quantkit.fusion.trace import Recorder
 from quantkit.pipelines.kept_results import keeping
 
 #: What only asks, or makes memory that nobody has written.
@@ -94,7 +93,6 @@ def trace(
     inputs: Iterable[Tensor] = (),
     *,
     keeps: bool = True,
-    replayed: bool = False,
 ) -> Trace:
     """Return what ``step`` computes, without computing it.
 
@@ -102,14 +100,12 @@ def trace(
         step: on tensors of a FakeTensorMode that holds, or of the meta device.
         inputs: its tensors that are others at the next picture.
         keeps: layers keep what they make of inputs that are the same at every step.
-        replayed: what it calls is fused afterwards.
     """
     inputs = tuple(inputs)
     recorder = Recorder(inputs)
     outside = _Outside(recorder, inputs if keeps else ())
     with (
         torch.no_grad(),
-        recording() if replayed else nullcontext(),
         _Attention(),
         keeping(outside),
         recorder,
