@@ -1,1 +1,1 @@
-"""Fusions of norms, activations and residuals of blocks with quantization."""
+"""Blocks of UNets with channels last, whose group norms write codes."""
