@@ -6,6 +6,7 @@ import torch
 import quantkit
 from quantkit.device import log
 from quantkit.inference.layers.prompts import keep_prompts
+from tests.support.comparisons import is_near
 from tests.support.denoisers import INPUTS, tiny_denoiser
 from tests.support.loading import draw
 
@@ -38,7 +39,7 @@ def test_replayed_steps_answer_as_called_ones(name):
     wanted = _answers(name, model)
     found = quantkit.replay(model)
     answers = _answers(name, model)
-    assert all(map(torch.equal, answers, wanted))
+    assert all(map(is_near, answers, wanted))
     (only,) = found.denoisers.values()
     assert (only.recorded, only.replayed, dict(only.eager)) == (1, 2, {})
 
@@ -59,28 +60,29 @@ def _products(counted):
 
 
 def test_a_packed_pipeline_draws_the_same_and_names_its_kernels(packed_dir):
-    pipe = _load(packed_dir)
+    pipe = _load(packed_dir, replay=False)
     keep_prompts(pipe, wanted=False)
     draw(pipe)  # the device's own test is counted, too
     with log.record() as called:
         wanted = draw(pipe)
-    pipe = _load(packed_dir, replay=True)
+    pipe = _load(packed_dir)
     keep_prompts(pipe, wanted=False)
     draw(pipe)
     with log.record() as replayed:
-        assert torch.equal(torch.as_tensor(draw(pipe)), torch.as_tensor(wanted))
-    assert called.calls == replayed.calls
+        assert is_near(torch.as_tensor(draw(pipe)), torch.as_tensor(wanted), share=0.05)
+    assert _products(called) == _products(replayed) > 0
+    assert any(op == "rows" for op, _, _ in replayed.calls)
     assert vars(pipe.unet)["forward"].replayed.eager == {}
 
 
 def test_replayed_steps_read_the_keys_of_their_prompt(packed_dir):
-    pipe = _load(packed_dir)
+    pipe = _load(packed_dir, replay=False)
     keep_prompts(pipe, wanted=False)
     prompts = ("a red square", "a blue one", "a red square")
     wanted = [_drawn(pipe, prompt) for prompt in prompts]
-    pipe = _load(packed_dir, replay=True)
+    pipe = _load(packed_dir)
     answers = [_drawn(pipe, prompt) for prompt in prompts]
-    assert all(map(torch.equal, answers, wanted))
+    assert all(map(is_near, answers, wanted))
     with log.record() as computed:
         _drawn(pipe, "a green one", steps=1)
     with log.record() as kept:
@@ -96,12 +98,12 @@ def test_replayed_steps_read_the_keys_of_their_prompt(packed_dir):
 
 
 def test_a_model_that_moved_is_not_launched(packed_dir):
-    pipe = _load(packed_dir, replay=True)
+    pipe = _load(packed_dir)
     wanted = _drawn(pipe, "a red square")
     pipe.to("cpu")
     torch.cuda.empty_cache()
     pipe.to("cuda")
-    assert torch.equal(_drawn(pipe, "a red square"), wanted)
+    assert is_near(_drawn(pipe, "a red square"), wanted)
     assert vars(pipe.unet)["forward"].replayed.recorded == 2
 
 
@@ -115,11 +117,11 @@ def test_a_step_of_a_model_that_changed_is_thrown_away():
     model.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
     answers = _answers("sdxl", model)
     quantkit.replay(model, enabled=False)
-    assert all(map(torch.equal, answers, _answers("sdxl", model)))
+    assert all(map(is_near, answers, _answers("sdxl", model)))
 
 
 def test_memory_is_given_back(packed_dir):
-    pipe = _load(packed_dir)
+    pipe = _load(packed_dir, replay=False)
     kept = []
     for _ in range(6):
         quantkit.replay(pipe)

@@ -45,3 +45,9 @@ def holm_by_closure(p_values):
     sets = [group for size in places for group in combinations(places, size + 1)]
     joint = {group: min(1.0, len(group) * min(p_values[i] for i in group)) for group in sets}
     return [max(joint[group] for group in sets if place in group) for place in places]
+
+
+def is_near(found, expected, share=0.01):
+    """Tell whether answers of a step are the same but for rounding: float32 within its kernels."""
+    size = float(expected.abs().max())
+    return float((found - expected).abs().max()) <= share * size
