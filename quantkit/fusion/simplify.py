@@ -83,22 +83,55 @@ def _fold(program: Program) -> Program:
 def _without_copies(program: Program) -> Program:
     """Read the source of what is a copy of it."""
     sources: dict[Value, Value] = {}
+    views: dict[Value, Value] = {}
     for call in program.calls:
-        source = call.arguments[0] if call.arguments else None
-        if isinstance(source, Value) and _lasts(call, program) and _is_copy(call, program):
+        source = _copied(call, program, views) if _lasts(call, program) else None
+        if source is not None:
             (result,) = call.results
             assert result is not None
             sources[result] = sources.get(source, source)
+        elif not call.fresh and call.arguments and isinstance(call.arguments[0], Value):
+            views |= dict.fromkeys(_results(call), call.arguments[0])
     return _reading(program, lambda value: sources.get(value, value))
 
 
-def _is_copy(call: Call, program: Program) -> bool:
-    by_one = call.operator in _BY_ONE and call.arguments[1] == 1
-    if not by_one and call.operator not in _COPIES:
-        return False
-    source, (result,) = call.arguments[0], call.results
+def _copied(call: Call, program: Program, views: Mapping[Value, Value]) -> Value | None:
+    """Return what a call's result is a copy of; None: it is none."""
+    if call.operator is _ATEN.cat.default:
+        source = _rejoined(call, program, views)
+    elif call.operator in _COPIES or (call.operator in _BY_ONE and call.arguments[1] == 1):
+        source = call.arguments[0]
+    else:
+        return None
+    if not isinstance(source, Value) or source in program.written:
+        return None
+    (result,) = call.results
     assert result is not None
-    return source not in program.written and program.layouts[source] == program.layouts[result]
+    return source if program.layouts[source] == program.layouts[result] else None
+
+
+def _rejoined(call: Call, program: Program, views: Mapping[Value, Value]) -> Value | None:
+    """Return the tensor whose parts, in their order, a concatenation joins again.
+
+    Transformers of two streams split what they have joined at the end of each block.
+    """
+    (first, *others), axis = (*call.arguments, 0)[:2]
+    layouts, (result,) = program.layouts, call.results
+    assert result is not None
+    whole = views.get(first)
+    while whole is not None and layouts[whole] != layouts[result]:
+        whole = views.get(whole)
+    if whole is None:
+        return None
+    at = layouts[whole].offset
+    for part in (first, *others):
+        mine = layouts[part]
+        if mine.storage != layouts[whole].storage or mine.strides != layouts[whole].strides:
+            return None
+        if mine.offset != at:
+            return None
+        at += mine.shape[axis] * mine.strides[axis]
+    return whole
 
 
 def _one_of_equal(program: Program) -> Program:

@@ -138,6 +138,35 @@ def test_what_is_written_to_is_kept_in_its_order():
     assert "add_" not in names(short)
 
 
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_parts_that_are_joined_again_are_the_whole(axis):
+    def step(x):
+        y = x * 2
+        first, second = y.narrow(axis, 0, 1), y.narrow(axis, 1, y.shape[axis] - 1)
+        return torch.cat([first, second], axis) + 1, torch.cat([second, first], axis)
+
+    program, _ = trace(lambda: step(INPUT), [INPUT])
+    short = simplify(program)
+    assert (names(program).count("cat"), names(short).count("cat")) == (2, 1)
+    assert all(map(torch.equal, short.run([INPUT]), step(INPUT)))
+
+
+def test_other_parts_are_joined():
+    """Some of a tensor, parts of another layout, and parts of what is written to."""
+
+    def step(x):
+        y, z = x * 2, x.t() * 3
+        some = torch.cat([y[:1], y[2:]])
+        turned = torch.cat([z[:, :1], z[:, 1:]], 1)
+        w = x.clone()
+        joined = torch.cat([w[:1], w[1:]])
+        w[0].add_(1)
+        return some.sum() + turned.sum() + joined.sum() + w
+
+    _, short = traced(step, INPUT)
+    assert names(short).count("cat") == 3
+
+
 def test_lists_of_tensors_and_parts_are_arguments():
     def step(x):
         first, second = x.chunk(2, dim=1)
