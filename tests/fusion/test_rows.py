@@ -351,6 +351,21 @@ def test_one_text_serves_equal_blocks():
     assert left(program) == ["mm"] * 4 + ["add"]
 
 
+def test_infinite_numbers_computed_scales_and_scalars_stay_torchs():
+    static = OVERLOADS["quantize_int8_static"]
+
+    def step(x, mask, scale):
+        y = functional.silu(x) * 2 + mask * -math.inf
+        return y, static(x + 1, None, scale * 2, "int8"), (mask.sum() * 2).mean(-1)
+
+    given = (normal(4, 64), torch.ones(64).half(), torch.tensor([0.1]))
+    program = fused(step, *given)
+    y, codes, total = program.run(given)
+    exact, expected, whole = step(*given)
+    torch.testing.assert_close((y, total), (exact, whole), rtol=2e-3, atol=2e-3)
+    assert (codes.view(torch.int8).int() - expected.view(torch.int8).int()).abs().max() <= 1
+
+
 def test_a_wrong_kernel_is_found(monkeypatch):
     wrong = {**expressions.EXPRESSIONS, torch.ops.aten.silu.default: "qk::rows::sigmoid({})".format}
     monkeypatch.setattr(expressions, "EXPRESSIONS", wrong)

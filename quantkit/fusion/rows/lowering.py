@@ -195,9 +195,14 @@ class Rows:
         """Return the node of a call so small that it is made again; None: it is read."""
         maker = self.sources.makers.get(value)
         small = self.layout(value).numel * _MUCH_LARGER <= result.numel
-        if maker is None or maker.operator not in CHEAP or not small:
+        cheap = maker is not None and maker.operator in CHEAP and small
+        return self._again(maker, self.layout(value), result, level) if cheap else None
+
+    def _again(self, maker: Call | None, made: Layout, result: Layout, level: Level) -> Node | None:
+        """Return the node of an elementwise call for a larger result; None: it cannot be one."""
+        if maker is None or not is_expression(maker):
             return None
-        nodes = [self._made_again(v, self.layout(value), result, level) for v in maker.reads]
+        nodes = [self._made_again(value, made, result, level) for value in maker.reads]
         found = tuple(node for node in nodes if node is not None)
         return Map(level, expression_of(maker), found) if len(found) == len(nodes) else None
 
@@ -209,13 +214,8 @@ class Rows:
         """
         whole = _dense(self.layout(value))
         maker = self.sources.makers.get(value)
-        if maker is not None and is_expression(maker):
-            nodes = [
-                self._made_again(v, self.layout(value), whole, Level.FULL) for v in maker.reads
-            ]
-            found = tuple(node for node in nodes if node is not None)
-            if len(found) == len(nodes):
-                return Map(Level.FULL, expression_of(maker), found)
+        if (node := self._again(maker, self.layout(value), whole, Level.FULL)) is not None:
+            return node
         if self.sources.bases.get(value, value) in self.nodes:
             raise NotARowError
         return self._load(value, self._access(self.layout(value), whole), Level.FULL)

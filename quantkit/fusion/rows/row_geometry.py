@@ -33,14 +33,6 @@ class RowGeometry:
             return -(-self.columns // (self.threads * self.steps * self.run))
         return -(-self.rows // (self.threads // self.lanes))
 
-    @property
-    def is_whole(self) -> bool:
-        """Every lane has a run in every step, and a row."""
-        if self.flat:
-            return self.columns % (self.threads * self.steps * self.run) == 0
-        whole_rows = self.rows % (self.threads // self.lanes) == 0
-        return whole_rows and self.columns == self.lanes * self.steps * self.run
-
 
 def geometry_of(numel: int, columns: int | None, parts: Iterable[int] = ()) -> RowGeometry:
     """Return the geometry of so many numbers.

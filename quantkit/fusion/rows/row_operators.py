@@ -19,6 +19,7 @@ from quantkit.fusion.rows.row_nodes import (
     Concatenated,
     Joined,
     Level,
+    Load,
     Map,
     Node,
     Piece,
@@ -94,7 +95,7 @@ def _reduction(rows: Rows, call: Call) -> _Lowered:
     (result,) = call.results
     assert result is not None
     of, layout = rows.layout(x), rows.layout(result)
-    if axes is None or call.keywords or layout.dtype not in FLOATS:
+    if axes is None or not of.shape or call.keywords or layout.dtype not in FLOATS:
         raise NotARowError
     reduced = {axis % len(of.shape) for axis in axes}
     columns = prod(of.shape[axis] for axis in reduced)
@@ -213,6 +214,8 @@ def _quantize_static(rows: Rows, call: Call) -> _Lowered:
     assert result is not None
     node = _smoothed(rows, x, smooth, result)
     factor = rows.argument(scale, rows.layout(result), Level.FULL)
+    if not isinstance(factor, Load):
+        raise NotARowError
     return rows, {result: Codes(Level.FULL, node, factor, fmt)}
 
 

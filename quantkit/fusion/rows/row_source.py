@@ -33,14 +33,12 @@ _WORD, _WAVE = 4, 32
 
 @dataclass(frozen=True)
 class RowSource:
-    """One generated kernel: its text, its launch, and the order of its arguments."""
+    """One generated kernel: its text and its launch."""
 
     symbol: str
     text: str
     blocks: int
     threads: int
-    reads: tuple[Value, ...]
-    writes: tuple[Value, ...]
 
 
 def source_of(
@@ -60,7 +58,7 @@ def source_of(
     symbol = f"rows_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
     text = f"#define QK_SYMBOL {symbol}\n{body}\n"
     geometry = writer.geometry
-    return RowSource(symbol, text, geometry.blocks, geometry.threads, reads, tuple(outputs))
+    return RowSource(symbol, text, geometry.blocks, geometry.threads)
 
 
 class _Writer:
@@ -133,7 +131,7 @@ class _Writer:
                 yield f"const float {self._names[node]} = {self._scalar(node)};"
         columns = schedule.of_columns(number)
         for node in columns:
-            if isinstance(node, Codes) and self._is_scalar(node.scale):
+            if isinstance(node, Codes):
                 yield self._reciprocal(node)
         reductions = schedule.reductions(number)
         yield f"QK_UNROLL for (int s = 0; s < {g.steps}; ++s) {{"
@@ -239,8 +237,6 @@ class _Writer:
 
     def _write_codes(self, node: Codes) -> Iterator[str]:
         place = next(i for i, one in enumerate(self._outputs.values()) if one is node)
-        if not self._is_scalar(node.scale):
-            raise AssertionError(node)
         values = f"{self._names[node]}_values"
         yield f"float {values}[{self.geometry.run}];"
         each = f"QK_UNROLL for (int e = 0; e < {self.geometry.run}; ++e)"

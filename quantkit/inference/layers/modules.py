@@ -134,7 +134,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         return self._part("input_smooth"), self.static_scale
 
     def multiply_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return ``forward`` of an input (M, K) that is given as ``gated_codes``: (M, N)."""
+        """Return ``forward`` of an input (M, K) that is given as codes: (M, N)."""
         return self._multiply((codes, self.static_scale), dtype)
 
     @property

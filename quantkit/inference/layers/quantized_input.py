@@ -1,4 +1,4 @@
-"""Quantized inputs: codes that a norm or activation passes to packed layers instead of 16 bit."""
+"""Quantized inputs: codes that attention passes to packed layers instead of 16 bit."""
 
 from typing import NamedTuple
 
