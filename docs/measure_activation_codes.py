@@ -1,4 +1,4 @@
-"""Time activations and norms that write codes beside torch's and a quantize kernel, on a GPU.
+"""Time activations that write codes beside torch's and a quantize kernel, on a GPU.
 
 ``python docs/measure_activation_codes.py``: recorded graphs of 20 calls over operands of 400 MB and
 more, medians of 8.
@@ -18,7 +18,6 @@ from quantkit.device.ops.table import OPS
 CALLS, ROUNDS, BYTES = 20, 8, 400e6
 #: rows and columns between the layers of networks: FLUX, SDXL's sizes, SD 3, SDXL's
 NETWORKS = ((4608, 12288), (8192, 5120), (4096, 6144), (2048, 10240))
-NORMS = ((8192, 640), (2048, 1280), (4608, 3072))
 #: FLUX's single block: rows, columns of attention and of the network
 SINGLE = (4608, 3072, 12288)
 
@@ -89,26 +88,6 @@ def main() -> None:
     beside = microseconds(activated, two)
     joined = microseconds(lambda x, h: torch.cat((codes(h), apart(x)), dim=1), two)
     click.echo(f"single block {m}x({n}+{k}): {beside:.1f} us, apart {joined:.1f}")
-    for m, k in NORMS:
-        _print_norm(m, k, scale)
-
-
-def _print_norm(m: int, k: int, scale: Tensor) -> None:
-    def make() -> tuple[Tensor, ...]:
-        return normal(m, k), normal(m, k), normal(1, k), *(normal(k) for _ in range(2))
-
-    def rest(w: Tensor, b: Tensor) -> tuple[object, ...]:
-        return w, b, None, None, None, scale, 1e-6, True, "e4m3fn"
-
-    def fused(x: Tensor, a: Tensor, g: Tensor, w: Tensor, b: Tensor) -> object:
-        return call.call(OPS["sum_norm_codes_fp8"], x, a, g, *rest(w, b))
-
-    def apart(x: Tensor, a: Tensor, g: Tensor, w: Tensor, b: Tensor) -> object:
-        total = x + g * a
-        return total, call.call(OPS["layer_norm_codes_fp8"], total, *rest(w, b))
-
-    times = [microseconds(step, make) for step in (fused, apart)]
-    click.echo("gated sum and norm {}x{}: {:.1f} us, apart {:.1f}".format(m, k, *times))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time norms that write codes, on a GPU: ``python docs/measure_norms.py``.
+"""Time group norms that write codes, on a GPU: ``python docs/measure_norms.py``.
 
 Recorded graphs of 20 calls over operands of 400 MB and more, so that none is in the cache before
 its norm; medians of 8. Bytes are counted as if each value were read once and each code written
@@ -15,8 +15,6 @@ from torch import Tensor
 from quantkit.device.ops import call
 from quantkit.device.ops.table import OPS
 
-#: rows, columns, and pictures whose modulation there is in place of weight and bias: SDXL, FLUX
-ROWS = ((8192, 640, 0), (2048, 1280, 0), (4608, 3072, 1), (8192, 3072, 2))
 #: pictures, pixels, channels: SDXL
 PICTURES = (
     *((2, 128 * 128, 320), (2, 64 * 64, 640), (2, 32 * 32, 1280)),
@@ -52,27 +50,10 @@ def main() -> None:
         )
         return time
 
-    for m, k, batch in ROWS:
-        line(f"layer norm {m}x{k}", m * k, *_rows(m, k, batch, scale))
     for n, m, k in PICTURES:
         time = line(f"group norm {n}x{m}x{k}", n * m * k, *_pictures(n, m, k, scale))
         first = microseconds(_partials, _pictures(n, m, k, scale)[1])
         click.echo(f"  of them partials {first:.1f}, codes {time - first:.1f}")
-
-
-def _rows(m: int, k: int, batch: int, scale: Tensor) -> tuple[Callable[..., object], Make]:
-    def make() -> tuple[Tensor, ...]:
-        return normal(m, k), *normal(2, max(batch, 1), k).unbind()
-
-    def affine(x: Tensor, w: Tensor, b: Tensor) -> object:
-        numbers = (w[0], b[0], None, None, None, scale)
-        return call.call(OPS["layer_norm_codes_fp8"], x, *numbers, 1e-6, True, FORMAT)
-
-    def modulated(x: Tensor, up: Tensor, by: Tensor) -> object:
-        numbers = (None, None, up, by, None, scale)
-        return call.call(OPS["layer_norm_codes_fp8"], x, *numbers, 1e-6, True, FORMAT)
-
-    return modulated if batch else affine, make
 
 
 def _partials(x: Tensor, added: Tensor, *_: Tensor) -> Tensor:

@@ -75,8 +75,8 @@ struct SumOf<Format::kInt8> {
 template <Format kW, Format kX>
 using Sum = typename SumOf<kX>::Type;
 
-/// A value of the io type in memory, and its exact or correctly rounded conversions; sums and
-/// products of what a word holds, two values of 16 bit or one of 32, rounded as torch's are.
+/// A value of the io type in memory, and its exact or correctly rounded conversions; sums of
+/// what a word holds, two values of 16 bit or one of 32, rounded as torch's are.
 template <Io>
 struct IoType;
 
@@ -98,7 +98,6 @@ struct IoType<Io::kF16> {
   static QK_DEVICE Memory round(f32 value) { return float_to_half(value); }
   static QK_DEVICE u32 round_pair(f32 low, f32 high) { return halves_of(low, high); }
   static QK_DEVICE u32 add(u32 a, u32 b) { return add_halves(a, b); }
-  static QK_DEVICE u32 multiply(u32 a, u32 b) { return multiply_halves(a, b); }
   static QK_DEVICE Vec16 round_vector(const f32* values) { return round_eight<IoType>(values); }
 };
 
@@ -109,7 +108,6 @@ struct IoType<Io::kBF16> {
   static QK_DEVICE Memory round(f32 value) { return float_to_bfloat(value); }
   static QK_DEVICE u32 round_pair(f32 low, f32 high) { return bfloats_of(low, high); }
   static QK_DEVICE u32 add(u32 a, u32 b) { return add_bfloats(a, b); }
-  static QK_DEVICE u32 multiply(u32 a, u32 b) { return multiply_bfloats(a, b); }
   static QK_DEVICE Vec16 round_vector(const f32* values) { return round_eight<IoType>(values); }
 };
 
@@ -121,7 +119,6 @@ struct IoType<Io::kF32> {
   static QK_DEVICE u32 add(u32 a, u32 b) {
     return float_bits(add_rounded(bits_float(a), bits_float(b)));
   }
-  static QK_DEVICE u32 multiply(u32 a, u32 b) { return float_bits(bits_float(a) * bits_float(b)); }
   static QK_DEVICE Vec16 round_vector(const f32* values) {
     return {{float_bits(values[0]), float_bits(values[1]), float_bits(values[2]),
              float_bits(values[3])}};

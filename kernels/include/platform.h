@@ -80,14 +80,10 @@ QK_DEVICE u32 bfloats_of(f32 low, f32 high) {
 #endif
 
 #ifndef QK_ADDS_BFLOATS
-/// Sums and products of the two bf16 in a word.
+/// Sums of the two bf16 in a word.
 QK_DEVICE u32 add_bfloats(u32 a, u32 b) {
   return bfloats_of(bits_float(a << 16) + bits_float(b << 16),
                     bits_float(a & 0xffff0000u) + bits_float(b & 0xffff0000u));
-}
-QK_DEVICE u32 multiply_bfloats(u32 a, u32 b) {
-  return bfloats_of(bits_float(a << 16) * bits_float(b << 16),
-                    bits_float(a & 0xffff0000u) * bits_float(b & 0xffff0000u));
 }
 #endif
 

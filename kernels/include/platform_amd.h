@@ -119,14 +119,10 @@ QK_DEVICE u32 subtract_halves(u32 a, u32 b) {
   return __builtin_bit_cast(u32, __builtin_bit_cast(Half2, a) - __builtin_bit_cast(Half2, b));
 }
 
-/// Sums and products of the two f16 in a word: v_pk_add_f16, v_pk_mul_f16.
+/// Sums of the two f16 in a word: v_pk_add_f16.
 QK_DEVICE u32 add_halves(u32 a, u32 b) {
   using Half2 = _Float16 __attribute__((ext_vector_type(2)));
   return __builtin_bit_cast(u32, __builtin_bit_cast(Half2, a) + __builtin_bit_cast(Half2, b));
-}
-QK_DEVICE u32 multiply_halves(u32 a, u32 b) {
-  using Half2 = _Float16 __attribute__((ext_vector_type(2)));
-  return __builtin_bit_cast(u32, __builtin_bit_cast(Half2, a) * __builtin_bit_cast(Half2, b));
 }
 
 /// Two f16 in a word, each times 2^8: v_pk_mul_f16, which keeps subnormals.

@@ -186,17 +186,11 @@ QK_DEVICE u32 subtract_halves(u32 a, u32 b) {
   return float_to_half(low) | static_cast<u32>(float_to_half(high)) << 16;
 }
 
-/// Sums and products of the two f16 in a word.
+/// Sums of the two f16 in a word.
 QK_DEVICE u32 add_halves(u32 a, u32 b) {
   const f32 low = half_to_float(static_cast<u16>(a)) + half_to_float(static_cast<u16>(b));
   const f32 high =
       half_to_float(static_cast<u16>(a >> 16)) + half_to_float(static_cast<u16>(b >> 16));
-  return float_to_half(low) | static_cast<u32>(float_to_half(high)) << 16;
-}
-QK_DEVICE u32 multiply_halves(u32 a, u32 b) {
-  const f32 low = half_to_float(static_cast<u16>(a)) * half_to_float(static_cast<u16>(b));
-  const f32 high =
-      half_to_float(static_cast<u16>(a >> 16)) * half_to_float(static_cast<u16>(b >> 16));
   return float_to_half(low) | static_cast<u32>(float_to_half(high)) << 16;
 }
 

@@ -96,15 +96,10 @@ QK_DEVICE u32 subtract_halves(u32 a, u32 b) {
   asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
   return pair;
 }
-/// Sums and products of the two f16 in a word.
+/// Sums of the two f16 in a word.
 QK_DEVICE u32 add_halves(u32 a, u32 b) {
   u32 pair;
   asm("add.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-  return pair;
-}
-QK_DEVICE u32 multiply_halves(u32 a, u32 b) {
-  u32 pair;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
   return pair;
 }
 /// Two values as f16, or as bf16, the first one lowest.
@@ -142,15 +137,10 @@ QK_DEVICE u32 encode_pair_e5m2(f32 low, f32 high) {
 }
 #if __CUDA_ARCH__ >= 900
 #  define QK_ADDS_BFLOATS 1
-/// Sums and products of the two bf16 in a word.
+/// Sums of the two bf16 in a word.
 QK_DEVICE u32 add_bfloats(u32 a, u32 b) {
   u32 pair;
   asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-  return pair;
-}
-QK_DEVICE u32 multiply_bfloats(u32 a, u32 b) {
-  u32 pair;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
   return pair;
 }
 #endif

@@ -78,12 +78,17 @@ struct RunOf {
     return raw;
   }
 
-  /// Sums and products, rounded as torch's are.
+  /// Sums, rounded as torch's are.
   static QK_DEVICE Raw add(const Raw& a, const Raw& b) {
-    return each_word(a, b, [](u32 x, u32 y) { return Type::add(x, y); });
-  }
-  static QK_DEVICE Raw multiply(const Raw& a, const Raw& b) {
-    return each_word(a, b, [](u32 x, u32 y) { return Type::multiply(x, y); });
+    Raw raw;
+    QK_UNROLL for (int p = 0; p < kCount / kPerLoad; ++p) {
+      const Words x = load<Words>(&a.vectors[p]), y = load<Words>(&b.vectors[p]);
+      Words z;
+      QK_UNROLL for (int i = 0; i < 4; ++i)
+        z.v[i] = Type::add(x.v[i], y.v[i]);
+      store(&raw.vectors[p], z);
+    }
+    return raw;
   }
 
   /// x is a multiple of 16 bytes.
@@ -115,19 +120,6 @@ struct RunOf {
   struct Words {
     u32 v[4];
   };
-
-  template <class Of>
-  static QK_DEVICE Raw each_word(const Raw& a, const Raw& b, const Of& of) {
-    Raw raw;
-    QK_UNROLL for (int p = 0; p < kCount / kPerLoad; ++p) {
-      const Words x = load<Words>(&a.vectors[p]), y = load<Words>(&b.vectors[p]);
-      Words z;
-      QK_UNROLL for (int i = 0; i < 4; ++i)
-        z.v[i] = of(x.v[i], y.v[i]);
-      store(&raw.vectors[p], z);
-    }
-    return raw;
-  }
 };
 
 template <int kCount>

@@ -1,4 +1,4 @@
-"""Norms with their sums in the order of the kernels, so that results are theirs to the bit.
+"""Moments of pictures, their sums in the order of the kernels: results are theirs to the bit.
 
 Squares are those of distances from the mean, or from one of the numbers: a sum of plain squares
 would lose the digits below a large mean.
@@ -7,10 +7,8 @@ would lose the digits below a large mean.
 import torch
 from torch import Tensor
 
-#: Values that a lane loads at once; lanes of a wave, waves of a block.
-_RUN, LANES, WAVES = 8, 32, 8
-#: Lanes that share a row at least, and runs of values that one of them keeps.
-_MIN_LANES, _HELD = 16, 3
+#: Values that a lane loads at once; lanes of a wave.
+_RUN, LANES = 8, 32
 #: Chunks of a picture at most, whose pixels are a multiple; threads of a block, and channels that
 #: these take.
 CHUNKS, _UNIT, SLAB_THREADS = 128, 16, 512
@@ -130,55 +128,12 @@ def _in_turn(values: Tensor, groups: int) -> Tensor:
     return _tree(own)
 
 
-def row_lanes(columns: int) -> int:
-    """Return how many lanes share a row, 16 to 256: so many that each has few runs of 8."""
-    lanes = _MIN_LANES
-    while lanes < WAVES * LANES and columns > lanes * _RUN * _HELD:
-        lanes *= 2
-    return lanes
-
-
-def _over_rows(runs: Tensor, columns: int) -> Tensor:
-    """Return sums (M, 1) over the runs of rows, (M, steps, lanes).
-
-    The runs of a lane in order, the lanes of a wave as a tree, waves in order.
-    """
-    own = torch.zeros_like(runs[:, 0])
-    for step in range(runs.shape[1]):
-        own = own + runs[:, step]
-    waves = _tree(own.reshape(len(own), -1, min(row_lanes(columns), LANES)))
-    total = waves[:, :1]
-    for wave in range(1, waves.shape[1]):
-        total = total + waves[:, wave : wave + 1]
-    return total
-
-
-def _runs(values: Tensor) -> Tensor:
-    """Return rows (M, K) as (M, steps, lanes, 8), zeros after the last column."""
-    lanes = row_lanes(values.shape[1])
-    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % (lanes * _RUN)))
-    return padded.reshape(len(values), -1, lanes, _RUN)
-
-
 def _tree(values: Tensor) -> Tensor:
     """Return sums along the last axis, whose length is a power of two."""
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2
         values = values[..., :half] + values[..., half:]
     return values[..., 0]
-
-
-def layer_norm(x: Tensor, *, centred: bool, eps: float) -> Tensor:
-    """Return rows (M, K) float32 minus their mean where ``centred``, divided by their rms."""
-    columns = torch.full((len(x), 1), x.shape[1], dtype=torch.float32, device=x.device)
-    mean = torch.zeros_like(columns)
-    if centred:
-        mean = _over_rows(_tree(_runs(x)), x.shape[1]) / columns
-    apart = x - mean
-    runs = _runs(apart)
-    low, high = runs[..., : _RUN // 2], runs[..., _RUN // 2 :]
-    squares = _over_rows(_tree(fused(high, high, low * low)), x.shape[1])
-    return apart * _inverse_root(squares / columns, eps)
 
 
 def scaled(y: Tensor, factor: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -421,10 +421,7 @@ _FAMILIES = {
         *("project_codes", "project_values", "project_heads", "project_gelu"),
     ),
     "quantize": ("quantize_static", "quantize_token", "gelu_codes"),
-    "norms": (
-        *("group_partials", "group_norm", "group_norm_codes"),
-        *("layer_norm_codes", "sum_norm_codes"),
-    ),
+    "norms": ("group_partials", "group_norm", "group_norm_codes"),
     "attention": (
         *("attention", "attention_f16", "attention_codes"),
         *("head_codes", "stream_codes", "joint_heads"),

@@ -23,9 +23,8 @@ _SUMS = ((1, 1, 64), (19, 21, 160), (67, 130, 288))
 #: first word of an operation's name -> sizes of the samples that it draws itself
 SAMPLED = {
     **dict.fromkeys(("attention", "head", "value", "project", "joint", "stream"), _ATTENTION),
-    **dict.fromkeys(("group", "layer", "sum"), _NORMS),
+    **dict.fromkeys(("group", "observe"), _NORMS),
     "gelu": _ROWS,
-    "observe": _NORMS,
 }
 
 

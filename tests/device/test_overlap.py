@@ -223,7 +223,6 @@ def test_an_overlapping_launch_follows_the_stream(hip, overlapping_device):
 # ------------------------------------------------------------------------------ on a GPU
 
 FMT = ("e4m3fn", "e4m3fn", torch.float16)
-NO_NORM_OPERANDS = (None,) * 5
 
 
 def drawn_product(n, k):
@@ -239,19 +238,24 @@ def drawn_weights(k):
 
 
 def chain(x, operands, turns):
-    """Ten small operations that need each other's results in each turn, one of them torch's."""
+    """Eleven small operations that need each other's results in each turn, one of them torch's."""
     scale, *products = operands
     plain, gated, down, conv = (products[i : i + 3] for i in range(0, 12, 3))
+
+    def norm(pictures, activation):
+        parts = operate("group_partials", pictures, None, 8)
+        operands = (pictures, None, parts, None, None, None, scale)
+        return operate("group_norm_codes_fp8", *operands, 1e-5, activation, "e4m3fn")
+
     for _ in range(turns):
-        q = operate("layer_norm_codes_fp8", x, *NO_NORM_OPERANDS, scale, 1e-5, True, "e4m3fn")
+        pictures = x.view(2, -1, x.shape[1])
+        q = norm(pictures, "").view_as(x)
         x = operate("gemm_fp8_residual", q, scale, *plain, x, None, *FMT)
         s, q = operate("quantize_fp8_token", x, None, "e4m3fn")
         h = operate("geglu_fp8", q, s, *gated, scale, "e4m3fn", *FMT)
         x = operate("gemm_fp8_residual", h, scale, *down, x, None, *FMT) * 0.5
         pictures = x.view(2, -1, x.shape[1])
-        parts = operate("group_partials", pictures, None, 8)
-        norm = (pictures, None, parts, None, None, None, scale, 1e-5, "silu", "e4m3fn")
-        q, shape = operate("group_norm_codes_fp8", *norm), (2, 8, -1, x.shape[1])
+        q, shape = norm(pictures, "silu"), (2, 8, -1, x.shape[1])
         added = (pictures.view(shape), SAME.numbers)
         y = operate("conv_fp8_residual", q.view(shape), scale, *conv, *added, *FMT).view_as(x)
         q = operate("quantize_fp8_static", y, None, scale, "e4m3fn")

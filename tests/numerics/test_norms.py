@@ -1,11 +1,10 @@
-"""Norms in the order of the kernels: against float64, exact fractions, and sums as loops."""
+"""Norms in the order of the kernels: against float64 and exact fractions."""
 
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from quantkit.numerics.norms import (
     CHUNKS,
@@ -15,9 +14,7 @@ from quantkit.numerics.norms import (
     fused,
     group_lanes,
     group_moments,
-    layer_norm,
     partial_moments,
-    row_lanes,
     scaled,
 )
 
@@ -101,78 +98,11 @@ def test_lanes_of_a_group_fill_the_block(groups):
     assert group_lanes(groups) == max(fitting, default=1)
 
 
-@pytest.mark.parametrize(
-    "columns", [1, 384, 385, 768, 769, 1536, 1537, 3072, 3073, 6144, 6145, 9000]
-)
-def test_lanes_of_a_row_have_few_runs(columns):
-    enough = [lanes for lanes in (16, 32, 64, 128, 256) if columns <= lanes * 8 * 3]
-    assert row_lanes(columns) == min(enough, default=256)
-
-
 @pytest.mark.parametrize("pixels", [1, 15, 16, 17, 2047, 2048, 2049, 4096, 4097, 65536])
 def test_chunks_are_the_least_multiples_of_sixteen_pixels(pixels):
     assert chunk_pixels(pixels) == next(
         size for size in range(16, 2 * pixels + 16, 16) if size * CHUNKS >= pixels
     )
-
-
-def tree(values):
-    while len(values) > 1:
-        half = len(values) // 2
-        values = values[:half] + values[half:]
-    return values[0]
-
-
-def over_row(runs, lanes):
-    """The runs of a lane in order, the lanes of a wave as a tree, waves in order."""
-    runs = np.concatenate([runs, np.zeros(-len(runs) % lanes, np.float32)]).reshape(-1, lanes)
-    own = np.zeros(lanes, np.float32)
-    for step in runs:
-        own = own + step
-    waves = [tree(wave) for wave in own.reshape(-1, min(lanes, 32))]
-    total = waves[0]
-    for wave in waves[1:]:
-        total = total + wave
-    return total
-
-
-def by_hand(row, centred, eps):
-    columns, lanes = np.float32(len(row)), row_lanes(len(row))
-
-    def runs(values):
-        return np.concatenate([values, np.zeros(-len(values) % 8, np.float32)]).reshape(-1, 8)
-
-    mean = over_row(np.array([tree(run) for run in runs(row)]), lanes) / columns if centred else 0
-    apart = row - np.float32(mean)
-    squares = np.array([
-        tree(np.array([
-            nearest(Fraction(float(high)) ** 2 + Fraction(float(low * low)))
-            for low, high in zip(run[:4], run[4:], strict=True)
-        ]))
-        for run in runs(apart)
-    ])  # fmt: skip
-    return apart * (ONE / np.sqrt(over_row(squares, lanes) / columns + np.float32(eps)))
-
-
-@pytest.mark.parametrize("centred", [True, False])
-@pytest.mark.parametrize("columns", [1, 8, 13, 200, 500, 1700])
-def test_a_rows_sums_are_in_the_order_that_is_documented(columns, centred):
-    x = np.random.default_rng(columns).normal(3.0, 1.0, columns).astype(np.float32)
-    found = layer_norm(torch.from_numpy(x)[None], centred=centred, eps=1e-5)[0]
-    assert found.tolist() == by_hand(x, centred, 1e-5).tolist()
-
-
-@pytest.mark.parametrize("mean", [0.0, 1e4])
-@pytest.mark.parametrize("columns", [1, 7, 385, 3073, 7000])
-def test_rows_are_normed_as_torch_norms_them(columns, mean):
-    x = torch.randn(3, columns, generator=torch.Generator().manual_seed(1)) + mean
-    found = layer_norm(x, centred=True, eps=1e-5)
-    wanted = functional.layer_norm(x.double(), (columns,), eps=1e-5)
-    # A sum and a mean of float32, each rounded to 6e-8 of it.
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5 + 3e-7 * mean)
-    root = (x.double().square().mean(1, keepdim=True) + 1e-5).sqrt()
-    plain = layer_norm(x, centred=False, eps=1e-5)
-    torch.testing.assert_close(plain.double(), x.double() / root, rtol=1e-6, atol=1e-6)
 
 
 PICTURES = [

@@ -121,8 +121,6 @@ COSTS: Mapping[str, Cost] = {
     "group_partials": Cost(NORMS, 4, summed=True),
     "group_norm": Cost(NORMS, 30),
     "group_norm_codes": Cost(NORMS, 40),
-    "layer_norm_codes": Cost(NORMS, 26),
-    "sum_norm_codes": Cost(NORMS, 30),
     "observe_columns": Cost(SMALL, 10, summed=True),
     "observe_pictures": Cost(SMALL, 10, summed=True),
 }

@@ -9,7 +9,7 @@ from quantkit.device.ops.attention import (
     projections,
     stream_codes,
 )
-from quantkit.device.ops.norms import activations, group_norm, layer_norm, observe, quantize
+from quantkit.device.ops.norms import activations, group_norm, observe, quantize
 from quantkit.device.ops.op import Op, Variant, all_variants
 from quantkit.device.ops.products import conv, geglu, gemm, project_gelu, weight_only
 from quantkit.errors import KernelError
@@ -19,7 +19,6 @@ OPS: dict[str, Op] = {
     for rows in (
         quantize.OPS,
         group_norm.OPS,
-        layer_norm.OPS,
         activations.OPS,
         gemm.OPS,
         project_gelu.OPS,
