@@ -11,8 +11,8 @@
 // q       8-bit codes [M, p + N]
 // act     of QK_ACT: silu, gelu or gelu with tanh (activation.h)
 // M, N any size >= 1, with a prefix N and p multiples of 16; K a multiple of 16, with sparse and
-// int4 weights of 32; base pointers 16-byte aligned. y and act(y) are rounded to io: the codes are
-// gelu_codes.hip's of what gemm.hip writes.
+// int4 weights of 32; base pointers 16-byte aligned. y and act(y) are rounded to io, as gemm.hip
+// writes y; then quantize_static.hip's codes. NaN becomes the NaN code.
 //
 // Launch: Tile::kThreads threads, grid (ceil(N / kN), ceil(M / kM), 1); see launch.json.
 // The product of gemm.hip, with another end: activated.h. Blocks share the prefix of their tokens.

@@ -1,5 +1,5 @@
-// A product behind which an activation stands, as codes for the next product: what gelu_codes.hip
-// makes of what gemm.hip writes, to the last bit.
+// A product behind which an activation stands, as codes for the next product: what gemm.hip
+// writes, activated, and quantize_static.hip's codes of it, to the last bit.
 //
 // q[i, prefix_columns + j] = code(act(y[i, j]) * smooth / scale), y = sum * x_scale * w_scale +
 // bias rounded to io, act(y) likewise; before it the codes of the prefix.

@@ -362,9 +362,9 @@ def test_what_a_device_decides_is_decided_for_the_supposed_one(device, asked):
         assert bool(why_on_request("attention_fp8", cuda)) is asked
         least = least_keys(cuda, OneLaunch.PROJECTIONS, 64)
         assert (least is not None) is asked
-        assert has_kernel("gelu_codes_fp8", "cuda", 64)
+        assert has_kernel("geglu_fp8", "cuda", 64)
     if not torch.cuda.is_available():
-        assert not has_kernel("gelu_codes_fp8", "cuda", 64)
+        assert not has_kernel("geglu_fp8", "cuda", 64)
 
 
 def test_modules_are_compiled_inside_the_block_alone():

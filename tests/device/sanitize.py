@@ -18,13 +18,11 @@ CHILD = "QUANTKIT_SANITIZED"
 CORE = ("tests/packing/test_native.py", "tests/checkpoint/test_code_rules.py")
 _ATTENTION = ((1, 1, 64), (37, 101, 96), (33, 128, 160), (130, 43, 64))
 _NORMS = ((1, 1, 64), (65, 3, 96), (130, 2, 320), (7, 2, 2560))
-_ROWS = ((1, 1, 1), (7, 2, 17), (9, 2, 1025), (33, 3, 96), (5, 1, 2560))
 _SUMS = ((1, 1, 64), (19, 21, 160), (67, 130, 288))
 #: first word of an operation's name -> sizes of the samples that it draws itself
 SAMPLED = {
     **dict.fromkeys(("attention", "head", "value", "project", "joint", "stream"), _ATTENTION),
     **dict.fromkeys(("group", "observe"), _NORMS),
-    "gelu": _ROWS,
 }
 
 

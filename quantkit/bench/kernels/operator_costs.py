@@ -117,7 +117,6 @@ COSTS: Mapping[str, Cost] = {
     "joint_heads": Cost(ATTENTION, 20),
     "quantize_static": Cost(SMALL, 20),
     "quantize_token": Cost(SMALL, 24, summed=True),
-    "gelu_codes": Cost(SMALL, 40),
     "group_partials": Cost(NORMS, 4, summed=True),
     "group_norm": Cost(NORMS, 30),
     "group_norm_codes": Cost(NORMS, 40),

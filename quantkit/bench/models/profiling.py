@@ -16,7 +16,7 @@ GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
         ("quantkit products", rf"{_OURS}((gemm|conv|geglu)_({_WORDS}|w4a8|w16)|project_)"),
-        ("quantize", rf"{_OURS}(quantize|gelu_codes)_({_WORDS})"),
+        ("quantize", rf"{_OURS}quantize_({_WORDS})"),
         ("norms", rf"{_OURS}group_(norm|partials)"),
         ("attention", rf"{_OURS}(attention|(head|value|stream)_codes|joint_heads)"),
         ("norms", r"^triton_.*norm|(layer|group)_?norm|rowwise_?moments|rms_?norm|welford"),

@@ -10,8 +10,8 @@ from quantkit.device.hopper import hopper_gemm as hopper
 from quantkit.device.hopper.hopper_attention import HopperAttention, has_maps
 from quantkit.device.hopper.hopper_gemm import Family, HopperKernel, HopperTile, Residual, Sums
 from quantkit.device.hopper.tensormap import ITEM_BYTES
-from quantkit.device.ops.norms.activations import ACTIVATIONS
 from quantkit.device.ops.op import Op, Sizes, Variant, WeightKind
+from quantkit.device.ops.products.project_gelu import ACTIVATIONS
 from quantkit.device.ops.products.residual import SUFFIX
 from quantkit.device.tile_choice import choose_tile
 from quantkit.numerics.conv_windows import ConvShape

@@ -12,8 +12,8 @@ from functools import cached_property
 
 from quantkit.device.geometry import ceil_div
 from quantkit.device.hopper.tensormap import ITEM_BYTES, TensorMap
-from quantkit.device.ops.norms.activations import ACTIVATIONS
 from quantkit.device.ops.op import Op
+from quantkit.device.ops.products.project_gelu import ACTIVATIONS
 from quantkit.device.ops.products.residual import SUFFIX
 from quantkit.device.ops.products.stored_weights import THREE
 from quantkit.device.ops.table import find_op, name_for

@@ -9,7 +9,7 @@ from quantkit.device.ops.attention import (
     projections,
     stream_codes,
 )
-from quantkit.device.ops.norms import activations, group_norm, observe, quantize
+from quantkit.device.ops.norms import group_norm, observe, quantize
 from quantkit.device.ops.op import Op, Variant, all_variants
 from quantkit.device.ops.products import conv, geglu, gemm, project_gelu, weight_only
 from quantkit.errors import KernelError
@@ -19,7 +19,6 @@ OPS: dict[str, Op] = {
     for rows in (
         quantize.OPS,
         group_norm.OPS,
-        activations.OPS,
         gemm.OPS,
         project_gelu.OPS,
         geglu.OPS,
@@ -62,7 +61,7 @@ def name_for(family: str, x_format: str, w_format: str = "", *, sparse: bool = F
     """Return the name of the operation of a family on codes of these formats.
 
     Args:
-        family: quantize_static, gelu_codes, gemm, geglu, conv, ...
+        family: quantize_static, group_norm_codes, gemm, geglu, conv, ...
         x_format: of the codes that are read, or made of 16 bit.
         w_format: of the weights' codes; empty for operations without weights.
         sparse: weights are 2:4.

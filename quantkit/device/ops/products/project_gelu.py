@@ -2,12 +2,24 @@
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quantkit.device.ops.axes import IO, K, M, N, formats
-from quantkit.device.ops.checks import IO_DTYPES, check_gemm, given, io_word
-from quantkit.device.ops.norms.activations import ACTIVATIONS, ALIGNED, check_changes, gelu_codes
+from quantkit.device.ops.checks import (
+    IO_DTYPES,
+    check_device,
+    check_gemm,
+    check_scalar,
+    check_smoothing,
+    expect,
+    given,
+    io_word,
+)
+from quantkit.device.ops.norms.quantize import quantize_static
 from quantkit.device.ops.op import (
     Argument,
     Axis,
@@ -28,7 +40,21 @@ from quantkit.device.ops.products.stored_weights import (
     sample_product,
     scales_and_bias,
 )
+from quantkit.errors import KernelError, ShapeError
 
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+#: Word -> the function, on float32; tanh is gelu's approximation by it.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "tanh": _tanh_gelu,
+}
+#: What stands side by side begins at a multiple of so many columns.
+_ALIGNED = 16
 #: Few tokens are a product's and an activation's, and the tiles made for them not compiled.
 TILE = Axis("QK_TILE", ("t0", "t1"))
 #: Operands behind the product's.
@@ -50,7 +76,7 @@ def project_gelu(
     y_format: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return ``gelu_codes`` of ``gemm``.
+    """Return the codes of ``act(gemm)``, after those of ``prefix``.
 
     Args:
         x: (M, K) uint8 codes.
@@ -71,7 +97,9 @@ def project_gelu(
         (M, L + N) uint8.
     """
     y = gemm(x, x_scale, w, w_scale, bias, x_format, w_format, dtype)
-    return gelu_codes(y, prefix, smooth, scale, activation, y_format)
+    y = ACTIVATIONS[activation](y.float()).to(dtype)
+    y = y if prefix is None else torch.cat([prefix, y], dim=1)
+    return quantize_static(y, smooth, scale, y_format)
 
 
 def _check(op: Op, operands: Operands, options: Options) -> Problem:
@@ -81,13 +109,14 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
     x, x_scale, w_scale = given(x), given(x_scale), given(w_scale)
     check_gemm(op.name, x, x_scale, named_weights(op, weights), w_scale, bias, dtype)
     n = given(weights[0]).shape[0]
-    # Of what is made in between, shape and dtype alone are looked at.
-    y = x.new_empty((), dtype=dtype).expand(x.shape[0], n)
+    if activation not in ACTIVATIONS:
+        expected = ", ".join(ACTIVATIONS)
+        raise KernelError(f"{op.name}: activation {activation!r}, expected one of {expected}")
     sizes = {
         "m": x.shape[0],
         "n": n,
         "k": x.shape[1],
-        "prefix_columns": check_changes(op.name, y, others, activation),
+        "prefix_columns": _check_others(op.name, x, n, others, dtype),
         "act": 1 + list(ACTIVATIONS).index(activation),
         "per_token": int(x_scale.numel() > 1),
         "per_channel": int(w_scale.numel() > 1),
@@ -96,6 +125,35 @@ def _check(op: Op, operands: Operands, options: Options) -> Problem:
     }
     words = (x_format, w_format, io_word(op.name, dtype), y_format)
     return Problem(words, sizes, group_scales=w_scale.ndim == 2)
+
+
+def _check_others(op: str, x: Tensor, n: int, others: Operands, dtype: torch.dtype) -> int:
+    """Return the columns of ``prefix``; refuse what does not fit x (M, K) and N outputs.
+
+    Args:
+        op: its name.
+        x: codes.
+        n: outputs.
+        others: prefix, smooth and scale.
+        dtype: of the activation.
+    """
+    prefix, smooth, scale = others
+    columns = 0 if prefix is None else _check_prefix(op, x, n, prefix, dtype)
+    check_smoothing(op, smooth, columns + n, x)
+    check_scalar(op, "scale", given(scale), x)
+    return columns
+
+
+def _check_prefix(op: str, x: Tensor, n: int, prefix: Tensor, dtype: torch.dtype) -> int:
+    """Return the columns left of N outputs."""
+    expect(op, "prefix", prefix, dtype, (x.shape[0], prefix.shape[-1]))
+    check_device(op, "prefix", prefix, x)
+    columns = prefix.shape[1]
+    if columns % _ALIGNED or n % _ALIGNED:
+        raise ShapeError(
+            f"{op}: {columns} prefix columns before {n}, expected multiples of {_ALIGNED}"
+        )
+    return columns
 
 
 def _outputs(operands: Operands, options: Options) -> tuple[Output, ...]:
@@ -111,8 +169,8 @@ def _sample(
     m, n, k = sizes
     dtype = IO_DTYPES[variant.word("QK_IO")]
     kinds = (variant.word(f"QK_{of}_FORMAT") for of in "XWY")
-    prefix_columns = 2 * ALIGNED if n % 2 == 0 else 0
-    columns = ALIGNED * (n // ALIGNED + 1) if prefix_columns else n
+    prefix_columns = 2 * _ALIGNED if n % 2 == 0 else 0
+    columns = _ALIGNED * (n // _ALIGNED + 1) if prefix_columns else n
     product = sample_product(variant, (m, k), columns, k, generator, per_row=m % 3 > 0)
     prefix = (
         torch.randn(m, prefix_columns, generator=generator).to(dtype) if prefix_columns else None
@@ -129,7 +187,7 @@ _NEAR = Budget(
     "sums in another order, and an activation within its own error, move a value across the "
     "boundary between two codes",
 )
-_REQUIRES = (f"prefix_columns % {ALIGNED} == 0", f"prefix_columns * (n % {ALIGNED}) == 0")
+_REQUIRES = (f"prefix_columns % {_ALIGNED} == 0", f"prefix_columns * (n % {_ALIGNED}) == 0")
 
 
 def _dense(kind: str, k_multiple: int) -> Op:
@@ -138,9 +196,8 @@ def _dense(kind: str, k_multiple: int) -> Op:
         family="project_gelu",
         source="project_gelu.hip",
         formula=(
-            f"gelu_codes_{kind} of gemm_{kind}'s y: q[i, prefix_columns + j] = "
-            f"{kind}(clamp(act(y[i, j]) * "
-            "smooth[prefix_columns + j] / scale[0], -max, max)), y and act(y) rounded"
+            f"q[i, prefix_columns + j] = {kind}(clamp(act(y[i, j]) * smooth[prefix_columns + j] / "
+            f"scale[0], -max, max)), y of gemm_{kind} and act(y) rounded; before it prefix's codes"
         ),
         schema=(
             "(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor? prefix, "
