@@ -4,6 +4,8 @@
 #if defined(__GFX12__) && __clang_major__ < 22
 #  error "gfx12 takes clang 22 (ROCm 7.2): earlier ones leave out waits for scalar registers"
 #endif
+// A builtin of waves of 32 lanes alone: lane_xor and any_lane would be wrong in others.
+static_assert(__has_builtin(__builtin_amdgcn_ballot_w32), "kernels take waves of 32 lanes: no GCN");
 #define QK_DEVICE __attribute__((device, always_inline)) inline
 #define QK_KERNEL(threads) \
   extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void

@@ -120,8 +120,8 @@ def bench() -> None:
 @click.option(
     "--estimate",
     metavar="CARD",
-    help="Measure nothing: say what a step should take on this card (gfx1201, gfx1200, gfx1100, "
-    "sm_90, sm_89, or a name as 'RX 9070'), and what bounds it.",
+    help="Measure nothing: say what a step should take on this card (gfx1201, gfx1101, sm_90 "
+    "and so on, or a name as 'RX 9070'), and what bounds it.",
 )
 @click.option("--profile", is_flag=True, help="Say where the milliseconds go.")
 @click.option(

@@ -64,6 +64,8 @@ def _print_gpu(gpu: "Gpu") -> None:
     if gpu.driver:
         echo(f"  kernels: {gpu.kernels}; {gpu.driver}; {gpu.compiler}")
         echo(f"  objects: {gpu.cached_objects} cached in {gpu.cache or 'no folder'}")
+    if gpu.formats:
+        echo(f"  formats: {gpu.formats}")
     for folder in gpu.prebuilt:
         echo(f"  prebuilt: {folder}")
     passed = f"passed in {gpu.self_test_seconds:.2f} s"

@@ -15,7 +15,7 @@ from quantkit.cli.kernel_tables import print_reports
 if TYPE_CHECKING:
     from quantkit.device.aot.manifest import Manifest
 
-_TARGETS = "gfx1200|gfx1201|gfx1100|sm_89"
+_TARGETS = "gfx1201|gfx11-generic|sm_89|..."
 
 only = click.option(
     "--op", "ops", multiple=True, metavar="OP", help="Only this operation; may be repeated."

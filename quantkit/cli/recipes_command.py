@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def recipes(model: str | None, recipe: str | None, as_json: bool) -> None:
     """List the bundled recipes; with MODEL the recommended ones, and what they make of it.
 
-    The first one is what commands take without --recipe. Only headers are read. To change one, save
-    what --recipe prints.
+    The first one is what commands take without --recipe. Only headers are read. Below stands what
+    is fastest on the GPUs of this machine. To change a recipe, save what --recipe prints.
     """
-    from quantkit.workflow.recipes import recipe_text, recipes
+    from quantkit.workflow.recipes import formats_here, recipe_text, recipes
 
     if recipe is not None:
         _print_text(recipe_text(recipe, model), as_json=as_json)
@@ -38,6 +38,7 @@ def recipes(model: str | None, recipe: str | None, as_json: bool) -> None:
     else:
         told = [(r.name, _sizes(r), r.why, _needs(r)) for r in found]
         print_table("Recipes", ("name", "GB of denoisers", "why", "needs"), told)
+        echo(*formats_here())
 
 
 def _print_text(text: str, *, as_json: bool) -> None:

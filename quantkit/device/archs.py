@@ -1,7 +1,7 @@
 """The targets of the kernels: how each is compiled, and the limits that its objects must keep."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from quantkit.errors import KernelError
@@ -95,8 +95,8 @@ class Arch:
     devices: tuple[str, ...] = ()
     #: compute units in one of torch's multiprocessors
     units: int = 1
-    #: operation -> throughput of one compute unit per tile of the menu; only the ratios matter, and
-    #: tiles beyond the last are not compiled for it
+    #: operation -> throughput of one compute unit per tile of the menu; only the ratios matter.
+    #: Tiles beyond the last are not compiled for it, nor those of 0, which would spill registers
     tile_speed: TileSpeed = ()
     #: families of operations whose kernels here are no variants of the menu
     own: tuple[str, ...] = ()
@@ -110,6 +110,8 @@ class Arch:
     slow_ends: tuple[str, ...] = ()
     #: family of operations -> why it has no kernels here
     without: tuple[tuple[str, str], ...] = ()
+    #: the fastest formats here, and what stays in 16 bit, for people
+    formats: str = ""
 
     @property
     def ahead_of_time(self) -> bool:
@@ -118,7 +120,7 @@ class Arch:
 
     def has_tile(self, op: str, tile: str) -> bool:
         """True when the menu has ``tile`` (``t3``) here, and for operations without tiles."""
-        return not tile or int(tile[1:]) < len(dict(self.tile_speed).get(op, ()))
+        return not tile or any(dict(self.tile_speed).get(op, ())[int(tile[1:]) :][:1])
 
     def why_on_request(self, family: str, made: tuple[OneLaunch, int, int] | None = None) -> str:
         """Return why a family's kernels run only where asked for; empty when they always do.
@@ -151,8 +153,10 @@ class Arch:
 
 
 # Sources: RDNA3 and RDNA4 ISA references; occupancies agree with clang's
-# -Rpass-analysis=kernel-resource-usage (96 registers: 16 waves, 168: 9, 256: 5).
+# -Rpass-analysis=kernel-resource-usage (96 registers: 16 waves, 168: 9, 256: 5). Small chips and
+# APUs have two thirds of the registers (96 registers: 10 waves, 168: 5, 256: 4).
 _RDNA = RegisterFile(registers=1536, granule=24, waves=16, simds=2, lds=64 * 1024)
+_RDNA_SMALL = RegisterFile(registers=1024, granule=16, waves=16, simds=2, lds=64 * 1024)
 # Source: CUDA programming guide, compute capability 8.9: 64 K registers and 48 warps per SM,
 # 100 KB of shared memory, of which 48 KB static.
 _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
@@ -280,29 +284,61 @@ _NVIDIA_WITHOUT = (
 )
 
 
-def _radeon(
-    name: str,
-    description: str,
-    instructions: tuple[tuple[str, str], ...],
-    matrix_unit: MatrixUnit,
-    tile_speed: TileSpeed,
-    *,
-    without: tuple[tuple[str, str], ...] = (),
-) -> Arch:
+# What Radeons of a generation have in common.
+_RDNA4 = Arch(
+    "",
+    Toolchain.CLANG,
+    "",
+    matrix_instruction=_GFX12_MATRIX,
+    matrix_unit=_RDNA4_MATRIX,
+    hides_scalar_writes=True,
     # torch counts work group processors, of two compute units each, as multiprocessors.
-    return Arch(
-        name,
-        Toolchain.CLANG,
-        description,
-        _RDNA,
-        instructions,
-        matrix_unit,
-        hides_scalar_writes=name.startswith("gfx12"),
-        devices=(name,),
-        units=2,
-        tile_speed=tile_speed,
-        without=without,
-    )
+    units=2,
+    tile_speed=_GFX12_TILES,
+    formats="INT8 and FP8 are equally fast, and faster with 4:2; attention has kernels in 8 bits",
+)
+_RDNA3 = replace(
+    _RDNA4,
+    matrix_instruction=_GFX11_MATRIX,
+    matrix_unit=_RDNA3_MATRIX,
+    hides_scalar_writes=False,
+    tile_speed=_GFX11_TILES,
+    without=_GFX11_WITHOUT,
+    formats="INT8 is the fastest, then INT4; FP8 is widened to 16 bit, 4:2 saves bytes alone, and "
+    "attention stays in 16 bit",
+)
+# 128x128 of widened FP8 codes and 2:4 weights takes 256 registers, and spills five, where the
+# compiler may not use more.
+_SPILLS = ("conv_fp8_sparse", "conv_fp8_sparse_residual")
+_RDNA3_SMALL = replace(
+    _RDNA3,
+    tile_speed=tuple(
+        (op, (0.0, *tiles[1:]) if op in _SPILLS else tiles) for op, tiles in _GFX11_TILES
+    ),
+)
+
+#: Target, generation, register file and cards. Objects of the generic ones run on all of the
+#: generation; what is compiled at first use has a device's own name, which older drivers load, too.
+_RADEONS = (
+    ("gfx1200", _RDNA4, _RDNA, "RDNA4, RX 9060 series"),
+    ("gfx1201", _RDNA4, _RDNA, "RDNA4, RX 9070 series, R9700"),
+    ("gfx1100", _RDNA3, _RDNA, "RDNA3, RX 7900 series"),
+    ("gfx1101", _RDNA3, _RDNA, "RDNA3, RX 7800 XT, RX 7700 series"),
+    ("gfx1102", _RDNA3_SMALL, _RDNA_SMALL, "RDNA3, RX 7600 series"),
+    ("gfx1103", _RDNA3_SMALL, _RDNA_SMALL, "RDNA3, Radeon 780M, 760M, 740M"),
+    ("gfx1150", _RDNA3_SMALL, _RDNA_SMALL, "RDNA3.5, Radeon 890M, 880M"),
+    ("gfx1151", _RDNA3, _RDNA, "RDNA3.5, Radeon 8060S, 8050S, 8040S"),
+    ("gfx1152", _RDNA3_SMALL, _RDNA_SMALL, "RDNA3.5, Radeon 860M, 840M"),
+    ("gfx1153", _RDNA3_SMALL, _RDNA_SMALL, "RDNA3.5, Radeon 840M, 820M"),
+    ("gfx12-generic", _RDNA4, _RDNA, "all RDNA4 cards, by objects built ahead of time"),
+    ("gfx11-generic", _RDNA3_SMALL, _RDNA_SMALL, "all RDNA3 cards, by objects built ahead of time"),
+)
+
+
+def _devices_of(target: str) -> tuple[str, ...]:
+    """Return the devices that run the objects of a Radeon's target."""
+    generation = target.removesuffix("-generic")
+    return tuple(n for n, *_ in _RADEONS if n.startswith(generation) and not n.endswith("generic"))
 
 
 # docs/guides/attention.md has the figures.
@@ -325,17 +361,15 @@ _SM89_ON_REQUEST = (("attention", "its kernel has not run on such a card yet, so
 ARCHS: dict[str, Arch] = {
     a.name: a
     for a in (
-        _radeon("gfx1200", "RDNA4, RX 9060 series", _GFX12_MATRIX, _RDNA4_MATRIX, _GFX12_TILES),
-        _radeon(
-            "gfx1201", "RDNA4, RX 9070 series, R9700", _GFX12_MATRIX, _RDNA4_MATRIX, _GFX12_TILES
-        ),
-        _radeon(
-            "gfx1100",
-            "RDNA3, RX 7900 series",
-            _GFX11_MATRIX,
-            _RDNA3_MATRIX,
-            _GFX11_TILES,
-            without=_GFX11_WITHOUT,
+        *(
+            replace(
+                generation,
+                name=name,
+                description=cards,
+                register_file=registers,
+                devices=_devices_of(name),
+            )
+            for name, generation, registers, cards in _RADEONS
         ),
         # GEMMs run as hopper.py says; these tiles where the driver has no tensor maps. Not built
         # ahead of time: mma.sync on FP8, emulated, spills, and wgmma's kernels need more than a
@@ -351,6 +385,8 @@ ARCHS: dict[str, Arch] = {
             from_keys=_HOPPER_FROM_KEYS,
             slow_ends=_HOPPER_SLOW_ENDS,
             without=_NVIDIA_WITHOUT,
+            formats="INT8 and FP8 are equally fast, faster with 4:2; attention stays in 16 bit "
+            "but for many keys",
         ),
         Arch(
             "sm_89",
@@ -363,10 +399,21 @@ ARCHS: dict[str, Arch] = {
             tile_speed=_SM89_TILES,
             on_request=_SM89_ON_REQUEST,
             without=_NVIDIA_WITHOUT,
+            formats="INT8 and FP8 have one rate, 4:2 a higher one, not measured; attention stays "
+            "in 16 bit",
         ),
         Arch("host", Toolchain.HOST, "this CPU, lane by lane"),
     )
 }
+
+#: Start of a device's name -> why it has no kernels.
+_NO_KERNELS = (
+    ("gfx103", "RDNA2 (RX 6000 series) has no matrix instructions"),
+    ("gfx10", "RDNA1 (RX 5000 series) has no matrix instructions"),
+    ("gfx9", "Instinct and Vega run waves of 64 lanes, and kernels take 32"),
+    ("sm_8", "Ampere has no FP8, and nothing is compiled for its INT8 yet"),
+    ("sm_7", "Volta and Turing lack what the kernels copy with (cp.async)"),
+)
 
 #: Whose fragments the host's emulated matrix instruction has; the index is QK_HOST_LAYOUT.
 HOST_LAYOUTS = ("gfx12", "gfx11", "sm89")
@@ -392,5 +439,15 @@ def arch_of_device(device: str) -> Arch:
     for arch in ARCHS.values():
         if device in arch.devices:
             return arch
-    known = ", ".join(name for arch in ARCHS.values() for name in arch.devices)
-    raise KernelError(f"device {device}: no kernels for it, expected one of {known}")
+    known = ", ".join(dict.fromkeys(name for arch in ARCHS.values() for name in arch.devices))
+    why = next((why for start, why in _NO_KERNELS if device.startswith(start)), "")
+    raise KernelError(
+        f"device {device}: no kernels for it, {why or f'expected one of {known}'}; torch computes, "
+        "from dequantized weights"
+    )
+
+
+def serves(built: str, target: str) -> bool:
+    """Return whether objects built for one target run where another is compiled for."""
+    generic = ARCHS[built].devices if built.endswith("-generic") and built in ARCHS else ()
+    return built == target or target in generic

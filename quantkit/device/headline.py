@@ -1,4 +1,7 @@
-"""A headline on this machine: the GPU that runs quantkit's kernels, or why none does."""
+"""A headline on this machine: the GPU that runs quantkit's kernels, or why none does.
+
+Also the formats that are fastest on its GPUs, by their names alone: nothing is compiled or run.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from quantkit.device.archs import arch_of_device
+from quantkit.device.gpu.devices import device_name
+from quantkit.errors import KernelError
 
 #: What PCI calls AMD.
 _AMD = "0x1002"
@@ -34,6 +41,21 @@ def headline(gpus: Sequence[Any]) -> Headline:
         gpu = gpus[0]
         return Headline(f"{gpu.device}: {gpu.name} runs no kernels: {gpu.problem}", fine=False)
     return Headline(f"no GPU: {_why_none()}", fine=False)
+
+
+def formats_here() -> tuple[str, ...]:
+    """Return a line for each GPU that torch sees: its fastest formats, or why it has no kernels."""
+    return tuple(_formats_of(index) for index in range(torch.cuda.device_count()))
+
+
+def _formats_of(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    name = device_name(properties)
+    try:
+        told = arch_of_device(name).formats
+    except KernelError as error:
+        told = str(error)
+    return f"cuda:{index}: {properties.name}, {name}: {told}"
 
 
 def _why_none() -> str:

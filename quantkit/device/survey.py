@@ -61,6 +61,8 @@ class Gpu:
     memory_gib: float
     #: row of ARCHS whose kernels run on it; empty when none does
     kernels: str
+    #: the fastest formats, and what stays in 16 bit; empty when no kernels run
+    formats: str
     #: driver and run-time compiler
     driver: str
     compiler: str
@@ -130,6 +132,7 @@ def _describe_gpu(index: int) -> Gpu:
         architecture=device_name(properties),
         memory_gib=round(properties.total_memory / 2**30, 1),
         kernels=found.kernels,
+        formats=device.arch.formats if device and not state.problem else "",
         driver=found.driver,
         compiler=found.compiler,
         self_test_seconds=state.seconds,

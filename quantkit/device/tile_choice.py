@@ -27,7 +27,8 @@ def choose_tile(m: int, n: int, units: int, speed: Sequence[float]) -> str:
     the number of rounds. On ties the larger tile wins.
 
     Args:
-        speed: throughput of one unit per tile of the menu; only the ratios matter.
+        speed: throughput of one unit per tile of the menu; only the ratios matter, and 0 is a tile
+            that there is none of.
     """
 
     def cost(index: int) -> tuple[float, int]:
@@ -36,4 +37,4 @@ def choose_tile(m: int, n: int, units: int, speed: Sequence[float]) -> str:
         size = tile.m * tile.n
         return ceil_div(blocks, units) * size / speed[index], -size
 
-    return f"t{min(range(len(speed)), key=cost)}"
+    return f"t{min((i for i, rate in enumerate(speed) if rate), key=cost)}"

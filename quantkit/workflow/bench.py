@@ -189,7 +189,7 @@ def estimate_model(
 
     Args:
         config: what to build without weights, as in bench_model.
-        card: gfx1201, gfx1200, gfx1100, sm_90 or sm_89, or a card's name, as RX 9070.
+        card: gfx1201, gfx1101, sm_90 and so on, or a card's name, as RX 9070.
         settings: batch, size, layout, projections, attention.
         contenders: names; empty: float16, FP8, 4:2 and int8 replayed, compiled, module by module.
         save: where to write the figures.

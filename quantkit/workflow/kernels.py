@@ -74,7 +74,7 @@ def build_kernels(
     """Compile kernels ahead of time: linked code objects and manifest.json.
 
     Args:
-        target: as gfx1200. No GPU is needed.
+        target: as gfx1201, or gfx12-generic for all RDNA4 cards. No GPU is needed.
         output: the folder to make.
         ops: only these operations; empty: all.
         every: every combination of formats, scales, types and tiles, instead of e4m3fn in 16 bit.

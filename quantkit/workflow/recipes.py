@@ -85,6 +85,13 @@ def recipe_text(recipe: RecipeLike, model: ModelLike | None = None) -> str:
     return dump.recipe_text(chosen, {})
 
 
+def formats_here() -> tuple[str, ...]:
+    """Return a line for each GPU of this machine: its fastest formats, or why it has no kernels."""
+    from quantkit.device import headline
+
+    return headline.formats_here()
+
+
 def _listed(recipe: Recipe) -> ListedRecipe:
     needs = missing_artefacts(recipe, calibration=None, masks=None, hessians=None)
     return ListedRecipe(recipe.name, recipe.description, needs)

@@ -339,10 +339,10 @@ def test_cards_have_names_and_architectures(text):
 @pytest.mark.parametrize("text", ["", "gfx12", "gfx1201,", "sm_90a", "x" * 500, "\0", "cpu"])
 def test_unknown_cards_are_refused_with_the_list(text):
     with pytest.raises(
-        InputError, match="expected gfx1201, gfx1200, gfx1100, sm_90, sm_89"
+        InputError, match="expected gfx1201, gfx1200, gfx1100, gfx1101, gfx1102, "
     ) as error:
         find_card(text)
-    assert len(str(error.value)) < 400
+    assert len(str(error.value)) < 450
 
 
 def test_kernels_are_supposed_inside_the_block_alone():

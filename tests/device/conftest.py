@@ -36,6 +36,7 @@ def hip(standin_root, tmp_path, monkeypatch):
     forgotten = (driver_hip.load_hip, objects._folder, objects._read_folder, cache._prune_once)
     for function in forgotten:
         function.cache_clear()
+    monkeypatch.setattr(objects, "_refused", {})
     yield standin
     for function in forgotten:
         function.cache_clear()

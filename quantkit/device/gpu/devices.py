@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.device.archs import Arch, arch_of_device
 from quantkit.device.gpu.driver import Driver
 from quantkit.device.gpu.kernel import Kernel
-from quantkit.device.gpu.objects import read_object
+from quantkit.device.gpu.objects import pass_over, read_object
 from quantkit.device.gpu.overlap import waits
 from quantkit.errors import KernelError
 
@@ -94,12 +94,13 @@ class Device:
             self.driver.bind(self.index)
             try:
                 function = self.driver.load_function(found.content, kernel.symbol)
-            except KernelError:
+            except KernelError as error:
                 # A copied or damaged cache: compile again rather than fail for ever. What was built
-                # ahead of time is not ours to replace.
-                if found.prebuilt:
+                # ahead of time for this very device is not ours to replace.
+                if not found.prebuilt:
+                    found.path.unlink(missing_ok=True)
+                elif not pass_over(found, self.target, str(error)):
                     raise
-                found.path.unlink(missing_ok=True)
                 found = read_object(self.driver, self.target, kernel)
                 function = self.driver.load_function(found.content, kernel.symbol)
             if shared_bytes:

@@ -1,10 +1,13 @@
 """From a kernel to the bytes of its object: built ahead of time, cached on disk, or compiled now.
 
 Folders that ``quantkit kernels build`` wrote are looked at first: those of $QUANTKIT_OBJECTS, then
-``objects`` in the cache folder. They match when target, sources and checksum are right.
+``objects`` in the cache folder. They match when target, sources and checksum are right. Objects of
+a generic target (gfx12-generic) serve all of its devices; where the driver refuses one, as HIP
+before 6.4 does, the folder is passed over and kernels are compiled under the device's own name.
 """
 
 import hashlib
+import logging
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,12 +15,14 @@ from pathlib import Path
 
 from quantkit.device import cache
 from quantkit.device.aot.manifest import MANIFEST_NAME, ManifestKernel, read_manifest
+from quantkit.device.archs import serves
 from quantkit.device.gpu.driver import Driver
 from quantkit.device.gpu.kernel import GeneratedKernel, Kernel
 from quantkit.errors import ArtefactError, KernelError
 from quantkit.resources import kernel_sources
 
 _VARIABLE = "QUANTKIT_OBJECTS"
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,10 @@ class KernelObject:
     path: Path
     #: by ``kernels build``, not by the cache
     prebuilt: bool
+
+
+#: Folders of generic objects that the driver has refused in this process.
+_refused: dict[Path, ObjectFolder] = {}
 
 
 def read_object(driver: Driver, target: str, kernel: Kernel) -> KernelObject:
@@ -85,7 +94,23 @@ def object_folders(target: str) -> tuple[ObjectFolder, ...]:
     digest = cache.device_sources_digest()
     found = [_read_folder(path, target, digest) for path in named]
     found += [_read_private(path, target, digest) for path in usual]
-    return tuple(folder for folder in found if folder)
+    return tuple(_refused.get(folder.path, folder) for folder in found if folder)
+
+
+def pass_over(found: KernelObject, target: str, why: str) -> bool:
+    """Pass over the folder of an object that the driver refuses, if it is a generic target's.
+
+    Returns:
+        False where the object was built for the very device, which is the user's to mend.
+    """
+    folder = found.path.parent
+    built = read_manifest(folder).target if found.prebuilt else target
+    if built == target:
+        return False
+    problem = f"{folder}: {why}; build it for {target} instead of {built}, or let it be compiled"
+    _refused[folder] = ObjectFolder(folder, {}, problem)
+    _logger.info("%s", problem)
+    return True
 
 
 def _read_private(path: Path, target: str, sources: str) -> ObjectFolder | None:
@@ -102,7 +127,7 @@ def _read_folder(path: Path, target: str, sources: str) -> ObjectFolder | None:
         manifest = read_manifest(path)
     except ArtefactError as error:
         return ObjectFolder(path, {}, str(error))
-    if manifest.target != target:
+    if not serves(manifest.target, target):
         return None
     if manifest.sources_sha256 != sources:
         problem = f"{path / MANIFEST_NAME}: built from other sources; build the folder again"
