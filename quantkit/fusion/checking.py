@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from quantkit.device.torch_operators import OVERLOADS
+from quantkit.fusion.patterns.picture_operators import PictureNorm
 from quantkit.fusion.program import Call, Program, Value, values_in
 from quantkit.fusion.rows.row_kernel import RowKernel
 from quantkit.numerics.formats import find_format
 
+#: Operators of ours that end in codes.
+_PRODUCTS = frozenset(OVERLOADS.values())
 #: Share of the largest number by which rounding once differs from rounding at each operator.
 _NEAR = 0.02
 #: Root of the mean square of differences: of codes that are integers, and of others as a share.
@@ -21,12 +25,12 @@ class WrongKernelError(Exception):
     """A kernel that does not compute what the calls do that it replaces."""
 
 
-def run_checked(program: Program, kernels: Sequence[Call], inputs: Sequence[Tensor]) -> Any:
-    """Run a program, and each kernel on what its calls have read.
+def run_checked(program: Program, fused: Program, inputs: Sequence[Tensor]) -> Any:
+    """Run a program, and each kernel of a fused one on what its calls have read.
 
     Args:
         program: without the kernels.
-        kernels: calls of kernels, whose results are values of the program.
+        fused: with them; their results are values of the program.
         inputs: of the step.
 
     Returns:
@@ -36,7 +40,7 @@ def run_checked(program: Program, kernels: Sequence[Call], inputs: Sequence[Tens
         WrongKernelError: a kernel gives something else.
     """
     tensors = {**program.constants, **dict(zip(program.inputs, inputs, strict=True))}
-    checks = _by_place(program, kernels)
+    checks = _by_place(program, _kernels(program, fused))
     freed = _last_reads(program, checks)
     for place, call in enumerate(program.calls):
         tensors |= call.make(tensors)
@@ -45,6 +49,16 @@ def run_checked(program: Program, kernels: Sequence[Call], inputs: Sequence[Tens
         for value in freed.get(place, ()):
             del tensors[value]
     return pytree.tree_map_only(Value, tensors.__getitem__, program.output)
+
+
+def _kernels(program: Program, fused: Program) -> tuple[Call, ...]:
+    """Return the calls that a program lacks: of equal ones on equal shapes, the first."""
+    mine, found = {*program.calls}, dict[object, Call]()
+    for call in fused.calls:
+        if call not in mine:
+            shapes = tuple(program.layouts[value].shape for value in call.reads)
+            found.setdefault((str(call.operator), shapes), call)
+    return tuple(found.values())
 
 
 def _by_place(program: Program, kernels: Sequence[Call]) -> dict[int, list[Call]]:
@@ -88,7 +102,11 @@ def _formats_of(kernel: Call) -> tuple[str, ...]:
     """Return the formats of a kernel's results; empty where these are no codes."""
     if isinstance(kernel.operator, RowKernel):
         return kernel.operator.formats
-    # Of our products, the dtype stands behind the format of what they write.
+    if isinstance(kernel.operator, PictureNorm):
+        return (kernel.operator.format_name,)
+    if kernel.operator not in _PRODUCTS:
+        return ("",) * len(kernel.results)
+    # The dtype of a product stands behind the format of what it writes.
     *_, fmt, _ = kernel.arguments
     return (fmt,)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantkit.fusion.checking import run_checked
 from quantkit.fusion.patterns.codes_of_products import end_products_in_codes
-from quantkit.fusion.program import Call, Program
+from quantkit.fusion.program import Program
 from quantkit.fusion.rows.fuse import fuse_rows
 
 
@@ -19,24 +19,13 @@ class Fused:
     program: Program
     original: Program
 
-    @property
-    def kernels(self) -> tuple[Call, ...]:
-        """The calls that the original lacks: of equal ones on equal shapes, the first."""
-        original, layouts = {*self.original.calls}, self.original.layouts
-        found: dict[object, Call] = {}
-        for call in self.program.calls:
-            if call not in original:
-                shapes = tuple(layouts[value].shape for value in call.reads)
-                found.setdefault((str(call.operator), shapes), call)
-        return tuple(found.values())
-
     def check(self, inputs: Sequence[Tensor]) -> Any:
         """Return what the original returns on inputs, once the kernels agree with its calls.
 
         Raises:
             WrongKernelError: a kernel gives something else.
         """
-        return run_checked(self.original, self.kernels, inputs)
+        return run_checked(self.original, self.program, inputs)
 
 
 def fuse(program: Program) -> Fused:

@@ -16,8 +16,9 @@ from quantkit.device import log
 from quantkit.device.backends import forced, sums_are_fast
 from quantkit.device.log import KernelLog, note_again
 from quantkit.errors import KernelError
-from quantkit.fusion.checking import WrongKernelError
+from quantkit.fusion.checking import WrongKernelError, run_checked
 from quantkit.fusion.fuse import fuse
+from quantkit.fusion.patterns.channels_last import laid_out, reads_pixels, with_picture_calls
 from quantkit.fusion.program import Program
 from quantkit.fusion.simplify import simplify
 from quantkit.fusion.trace import UntraceableError, trace
@@ -211,12 +212,34 @@ def shorten(
     except UntraceableError as error:
         _logger.info("replay: every call of the step is kept: %s", error)
         return run, ()
-    program = simplify(program)
+    program, answer = _with_channels_last(simplify(program), answer, inputs, device)
     shorter, found = _with_kernels(program, inputs, device)
     if not agree(found, answer):
         _logger.warning("replay: every call of the step is kept: the shorter one answers otherwise")
         return run, ()
     return partial(_without_autocast, shorter.run, inputs), tuple(shorter.constants.values())
+
+
+def _with_channels_last(
+    program: Program, answer: Any, inputs: Sequence[Tensor], device: torch.device
+) -> tuple[Program, Any]:
+    """Return a program and its answer, with channels last where convolutions of ours read them.
+
+    Codes may differ in single steps of rounding, so that answers are those of the new program.
+    """
+    if not reads_pixels(program):
+        return program, answer
+    pictured = with_picture_calls(program)
+    try:
+        check = partial(_without_autocast, partial(run_checked, program, pictured), inputs)
+        if agree(run_aside(check, device), answer):
+            run = partial(_without_autocast, partial(laid_out, pictured), inputs)
+            laid, found = run_aside(run, device)
+            return laid, found
+        _logger.warning("replay: pictures keep their layout: the shorter step answers otherwise")
+    except (WrongKernelError, RuntimeError) as error:
+        _logger.warning("replay: pictures keep their layout: %s", error)
+    return program, answer
 
 
 def _with_kernels(

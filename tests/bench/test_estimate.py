@@ -210,7 +210,8 @@ def replayed_names(denoiser, contender):
 def test_norms_and_residuals_of_loaded_models_are_in_the_trace(tiny):
     kernels = replayed_names(tiny, "fp8-static-replayed")
     norms = kernels.count(("quantkit.group_norm_codes_fp8",))
-    assert norms == kernels.count(("quantkit.group_partials",)) > 0
+    # The norm before the last convolution, which is in 16 bit, writes no codes.
+    assert norms == kernels.count(("quantkit.group_partials",)) - 1 > 0
     assert ("quantkit.geglu_fp8",) in kernels
     ends = {found[-2:] for found in kernels}
     assert ("aten.native_layer_norm", "quantkit.quantize_fp8_static") in ends

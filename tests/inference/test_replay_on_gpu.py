@@ -103,12 +103,12 @@ def test_replayed_steps_read_the_keys_of_their_prompt(int8_dir):
     pipe = _load(int8_dir, replay=False)
     keep_prompts(pipe, wanted=False)
     prompts = ("a red square", "a blue one", "a red square")
-    called = [_drawn(pipe, prompt) for prompt in prompts]
+    expected = [_drawn(pipe, prompt) for prompt in prompts]
     pipe = _load(int8_dir)
     red, blue, again = (_drawn(pipe, prompt) for prompt in prompts)
     torch.testing.assert_close(again, red, rtol=0, atol=0)
-    assert _distance(red, called[0]) < _distance(red, called[1])
-    assert _distance(blue, called[1]) < _distance(blue, called[0])
+    assert _distance(red, expected[0]) < _distance(red, expected[1])
+    assert _distance(blue, expected[1]) < _distance(blue, expected[0])
     with log.record() as computed:
         _drawn(pipe, "a green one", steps=1)
     with log.record() as kept:

@@ -6,14 +6,10 @@ from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
 
 _STATIC = Activation.STATIC
-PLAIN = Scheme(E4M3FN, PerChannel(), None, _STATIC)
 CODED = {
-    "e4m3fn": PLAIN,
+    "e4m3fn": Scheme(E4M3FN, PerChannel(), None, _STATIC),
     "int8": Scheme(INT8, PerChannel(), None, _STATIC),
     "sparse": Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR, _STATIC),
     "smooth": Scheme(E4M3FN, PerChannel(), None, _STATIC, smooth=True),
 }
-APART = {
-    "token": Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN),
-    "dense": None,
-}
+TOKEN = Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN)

@@ -27,6 +27,7 @@ from quantkit.device.backends import fast_sums
 from quantkit.device.choosing import supposing
 from quantkit.errors import ModelError
 from quantkit.fusion.fuse import with_patterns
+from quantkit.fusion.patterns.channels_last import laid_out, reads_pixels, with_picture_calls
 from quantkit.fusion.program import Program
 from quantkit.fusion.simplify import simplify
 from quantkit.inference.attention import coded_attention, coded_projections
@@ -93,7 +94,7 @@ def trace_contender(
             fast_sums() if contender.fast else nullcontext(),
         ):
             found = _trace(model, inputs, contender, settings)
-            shorter = _shorter(found) if contender.replayed else None
+            shorter = _shorter(found, inputs) if contender.replayed else None
         return Traced(contender, found, shorter, _bytes_of(model))
 
 
@@ -128,13 +129,9 @@ def _trace(
     contender: ModelContender,
     settings: ModelBenchSettings,
 ) -> Trace:
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    tensors = _tensors_in(inputs)
     try:
-        return trace(
-            lambda: model(**inputs),
-            tensors,
-            keeps=not contender.compiled,
-        )
+        return trace(lambda: model(**inputs), tensors, keeps=not contender.compiled)
     except (*REFUSALS, LookupError, ArithmeticError) as error:
         where = f"--batch {settings.batch} and --size {settings.size}"
         raise ModelError(
@@ -143,8 +140,18 @@ def _trace(
         ) from error
 
 
-def _shorter(trace: Trace) -> Program | None:
-    return None if trace.reason else with_patterns(simplify(trace.program))
+def _shorter(trace: Trace, inputs: dict[str, Any]) -> Program | None:
+    """Return the program that replays a step; None where it cannot be recorded."""
+    if trace.reason:
+        return None
+    program = simplify(trace.program)
+    if reads_pixels(program):
+        program, _ = laid_out(with_picture_calls(program), _tensors_in(inputs))
+    return with_patterns(program)
+
+
+def _tensors_in(inputs: dict[str, Any]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 def _move(model: nn.Module) -> None:

@@ -7,9 +7,7 @@ It pays because 16 bit of the widest tensors of a block are neither written nor 
 architecture's ``slow_ends`` do not say that a product and a row kernel take less time.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,9 +16,9 @@ from quantkit.device.backends import Backend, sums_are_fast
 from quantkit.device.choosing import choose, pays
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.device.torch_operators import OVERLOADS
-from quantkit.fusion.program import Call, Program, Value, values_in
-from quantkit.fusion.rows.lowering import Sources
+from quantkit.fusion.program import Call, Program, Value
 from quantkit.fusion.simplify import without_unread
+from quantkit.fusion.sources import Sources
 from quantkit.numerics.formats import find_format
 
 _ATEN = torch.ops.aten
@@ -39,22 +37,12 @@ def end_products_in_codes(program: Program) -> Program:
 class _Chains:
     sources: Sources
 
-    @cached_property
-    def _readers(self) -> Mapping[Value, Sequence[Call]]:
-        """The calls that read a tensor or a view of it."""
-        found: dict[Value, list[Call]] = {}
-        for call in self.sources.program.calls:
-            if not self.sources.is_view(call):
-                for value in dict.fromkeys(map(self._base, call.reads)):
-                    found.setdefault(value, []).append(call)
-        return found
-
     def rewritten(self, call: Call) -> Call | None:
         """Return the product that gives the codes of a quantization; None: there is none."""
         if call.operator not in _QUANTIZE:
             return None
         x, smooth, scale, fmt = call.arguments
-        last = self._only_maker(x, call)
+        last = self.sources.only_maker(x, call)
         if last is None:
             return None
         if last.operator is _ATEN.mul.Tensor and smooth is None:
@@ -63,21 +51,25 @@ class _Chains:
 
     def _activated(self, call: Call, last: Call, others: tuple[Any, ...], fmt: str) -> Call | None:
         word = _word(last)
-        gemm = self._only_maker(last.arguments[0], last) if word else None
+        gemm = self.sources.only_maker(last.arguments[0], last) if word else None
         if gemm is None or not self._is_whole(last.arguments[0], gemm):
             return None
         return self._ended(call, gemm, "project_gelu", (*others, word), fmt)
 
     def _gated(self, call: Call, last: Call, scale: Value, fmt: str) -> Call | None:
         h, activated = last.arguments
-        gelu = self._only_maker(activated, last)
+        gelu = self.sources.only_maker(activated, last)
         if gelu is None or _word(gelu) != "gelu":
             return None
         g = gelu.arguments[0]
-        gemm = self.sources.makers.get(self._base(g))
-        if gemm is None or self._base(h) != self._base(g) or not self._are_halves(h, g, gemm):
+        gemm = self.sources.makers.get(self.sources.base(g))
+        if (
+            gemm is None
+            or self.sources.base(h) != self.sources.base(g)
+            or not self._are_halves(h, g, gemm)
+        ):
             return None
-        if {*self._readers[self._base(g)]} != {gelu, last}:
+        if {*self.sources.readers[self.sources.base(g)]} != {gelu, last}:
             return None
         return self._ended(call, gemm, "geglu", (scale,), fmt)
 
@@ -101,13 +93,6 @@ class _Chains:
         arguments = (*operands, *others, x_format, w_format, fmt, dtype)
         return replace(call, operator=OVERLOADS[name], arguments=arguments, keywords={})
 
-    def _only_maker(self, value: Any, reader: Call) -> Call | None:
-        """Return the call that made what one call alone reads."""
-        base = self._base(value)
-        if base in values_in(self.sources.program.output) or self._readers[base] != [reader]:
-            return None
-        return self.sources.makers.get(base)
-
     def _is_whole(self, value: Value, gemm: Call) -> bool:
         """Tell whether a value is all of a product, row by row."""
         layouts, (result,) = self.sources.program.layouts, gemm.results
@@ -130,9 +115,6 @@ class _Chains:
             and 2 * first.numel == whole.numel
             and (first.offset, second.offset) == (whole.offset, whole.offset + half)
         )
-
-    def _base(self, value: Any) -> Any:
-        return self.sources.bases.get(value, value)
 
 
 def _word(call: Call) -> str:

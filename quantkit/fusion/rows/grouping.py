@@ -6,8 +6,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from quantkit.fusion.program import Call, Program, Value
-from quantkit.fusion.rows.lowering import NotARowError, Rows, Sources
+from quantkit.fusion.rows.lowering import NotARowError, Rows
 from quantkit.fusion.rows.row_operators import lower, places_of
+from quantkit.fusion.sources import Sources
 
 #: Calls between the first and the last of a group.
 _REACH = 400

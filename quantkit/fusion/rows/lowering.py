@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 
-from quantkit.fusion.program import Call, Layout, Program, Value, values_in
+from quantkit.fusion.program import Call, Layout, Value
 from quantkit.fusion.rows.access import (
     Access,
     Dim,
@@ -19,6 +18,7 @@ from quantkit.fusion.rows.access import (
 )
 from quantkit.fusion.rows.expressions import CHEAP, expression_of, is_expression
 from quantkit.fusion.rows.row_nodes import FLOATS, Level, Load, Map, Node, Second
+from quantkit.fusion.sources import Sources
 
 #: A call is computed again for each element of a result at least so many times as large.
 _MUCH_LARGER = 8
@@ -28,77 +28,6 @@ _FEWEST, _MOST = 8, 16384
 
 class NotARowError(Exception):
     """A call that no row kernel computes, or not this one."""
-
-
-@dataclass(frozen=True, eq=False)
-class Sources:
-    """The tensors of a program: what they are views of, and the calls that made them."""
-
-    program: Program
-
-    @cached_property
-    def makers(self) -> Mapping[Value, Call]:
-        """The call of each result that has memory of its own."""
-        return {
-            result: call
-            for call in self.program.calls
-            if call.fresh and not call.writes
-            for result in call.results
-            if result is not None
-        }
-
-    @cached_property
-    def bases(self) -> Mapping[Value, Value]:
-        """The tensor that each view is of, in memory of its own."""
-        found: dict[Value, Value] = {}
-        for call in self.program.calls:
-            if not self.is_view(call):
-                continue
-            source = call.arguments[0]
-            for result in call.results:
-                if result is not None:
-                    found[result] = found.get(source, source)
-        return found
-
-    @cached_property
-    def read(self) -> frozenset[Value]:
-        """Values that a call or the step's caller reads."""
-        values = {value for call in self.program.calls for value in call.reads}
-        return frozenset(values | {*values_in(self.program.output)})
-
-    @cached_property
-    def last_writes(self) -> Mapping[int, int]:
-        """The place of the last call that writes to a storage."""
-        layouts = self.program.layouts
-        return {
-            layouts[value].storage: place
-            for place, call in enumerate(self.program.calls)
-            if call.writes
-            for value in call.reads
-        }
-
-    @cached_property
-    def places(self) -> Mapping[Call, int]:
-        """The place of each call in the program."""
-        return {call: place for place, call in enumerate(self.program.calls)}
-
-    def is_settled(self, call: Call) -> bool:
-        """Tell whether nothing writes later on to what a call reads, nor ever to its results."""
-        written, layouts = self.program.written, self.program.layouts
-        if call.writes or not written.isdisjoint(call.results):
-            return False
-        last = (self.last_writes.get(layouts[value].storage, -1) for value in call.reads)
-        return all(place < self.places[call] for place in last)
-
-    def is_view(self, call: Call) -> bool:
-        """Tell whether results are the first argument's elements, of its type or in pairs."""
-        if call.fresh or call.writes or not call.arguments:
-            return False
-        source, layouts = call.arguments[0], self.program.layouts
-        if not isinstance(source, Value) or call.reads != (source,):
-            return False
-        dtypes = {layouts[r].dtype for r in (source, *call.results) if r is not None}
-        return len(dtypes) == 1 or dtypes == {torch.float32, torch.complex64}
 
 
 @dataclass(frozen=True, eq=False)

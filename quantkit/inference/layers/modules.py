@@ -133,10 +133,6 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         """Smoothing and scale of a static input: float32 (K,), and () or (1,)."""
         return self._part("input_smooth"), self.static_scale
 
-    def multiply_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return ``forward`` of an input (M, K) that is given as codes: (M, N)."""
-        return self._multiply((codes, self.static_scale), dtype)
-
     @property
     def writes_codes(self) -> bool:
         """True when a product may end in codes: with a scale for each output."""
@@ -257,20 +253,8 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc, override]  # a
 
     def _convolve(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """Return (B, OH, OW, N) of (B, H, W, C), each pixel quantized once."""
-        return self.convolve_codes(self.codes_of_pixels(pixels), dtype)
-
-    def codes_of_pixels(self, pixels: Tensor) -> Tensor:
-        """Return the codes (B, H, W, C) of an input in the static scale."""
-        codes, _ = self._quantize(pixels.reshape(-1, pixels.shape[-1]).contiguous())
-        return codes.reshape(pixels.shape)
-
-    def convolve_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the convolution (B, OH, OW, N) of codes (B, H, W, C) in the static scale."""
-        return self._multiply((codes, self.static_scale), dtype, self.windows)
-
-    def add_convolved(self, codes: Tensor, residual: Tensor) -> Tensor:
-        """Return ``residual + convolve_codes(codes)``, rounded once: (B, OH, OW, N)."""
-        return self.add_product((codes, self.static_scale), residual, windows=self.windows)
+        codes, scale = self._quantize(pixels.reshape(-1, pixels.shape[-1]).contiguous())
+        return self._multiply((codes.reshape(pixels.shape), scale), dtype, self.windows)
 
     def _dequantized_forward(self, x: Tensor) -> Tensor:
         smooth = None if self.input_smooth is None else self.input_smooth.reshape(-1, 1, 1)

@@ -18,7 +18,7 @@ from quantkit.device.gpu.fixed import Addresses, Product
 from quantkit.device.gpu.gpu_calls import Call
 from quantkit.device.ops.call import prepared
 from quantkit.device.ops.table import name_for
-from quantkit.device.torch_operators import OPERATORS, operator_for
+from quantkit.device.torch_operators import OPERATORS
 from quantkit.errors import InputError
 from quantkit.inference.layers.codes import Codes
 from quantkit.inference.layers.dense_weight import DenseWeight, refusal
@@ -163,29 +163,6 @@ class PackedLayer(nn.Module):
         if smooth is not None:
             weight = weight * smooth.reshape(-1, *[1] * (weight.ndim - 2))
         return weight.to(self.compute_dtype).contiguous()
-
-    def add_product(
-        self,
-        coded: Coded,
-        residual: Tensor,
-        gate: Tensor | None = None,
-        windows: Windows | None = None,
-    ) -> Tensor:
-        """Return ``residual + gate * product`` of an input, rounded once.
-
-        Args:
-            coded: the input, (M, K); with windows (B, H, W, C).
-            residual: (M, N); with windows (B, OH, OW, N).
-            gate: a row of N for as many of M; None, and of a convolution: ones.
-            windows: of a convolution.
-        """
-        scheme, dtype = self.scheme, residual.dtype
-        kinds, sparse = (scheme.input.name, scheme.codes.name), scheme.sparsity is not None
-        family, last = ("gemm", gate) if windows is None else ("conv", windows.numbers)
-        add = operator_for(f"{family}_residual", *kinds, sparse=sparse)
-        weights = (*self.stored(), self._weight("weight_scale"), self._bias(dtype))
-        y: Tensor = add(*coded, *weights, residual, last, *kinds, dtype)
-        return y
 
     def extra_repr(self) -> str:
         """Return the shape and the treatment."""

@@ -1,10 +1,9 @@
-"""Installing a packed model's methods, networks, norms and attention after its layers."""
+"""Installing a packed model's methods and attention after its layers."""
 
 from torch import nn
 
 from quantkit.checkpoint.packed_attention import PackedAttention
 from quantkit.inference.attention import coded_attention, coded_projections, fused_qkv
-from quantkit.inference.blocks import first_last_conv, group_norms
 from quantkit.inference.layers import head_scales, prompts, timestep_buckets
 from quantkit.inference.loading import model_methods
 
@@ -14,8 +13,6 @@ _LASTING = (
     head_scales,
     model_methods,
     timestep_buckets,
-    group_norms,
-    first_last_conv,
     fused_qkv,
 )
 
@@ -27,23 +24,14 @@ def install(model: nn.Module, packed: PackedAttention | None = None) -> None:
         model: with all packed layers in place.
         packed: attention as the checkpoint has it; None: diffusers' own.
     """
-    # The classes that it replaces import diffusers' quantizers, which import this.
-    from quantkit.inference.blocks import up_blocks
-
     model_methods.install(model)
     fused_qkv.install(model)
-    group_norms.install(model)
-    first_last_conv.install(model)
     prompts.install(model)
-    up_blocks.install(model)
     coded_attention.install(model, packed)
     coded_projections.install(model)
 
 
 def uninstall(model: nn.Module) -> None:
     """Undo ``install`` and the other changes of loading, once no layer is packed any more."""
-    # Imported here for the same reason as in ``install``.
-    from quantkit.inference.blocks import up_blocks
-
-    for installed in (*_LASTING, up_blocks):
+    for installed in _LASTING:
         installed.uninstall(model)

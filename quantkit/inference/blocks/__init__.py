@@ -1,1 +1,0 @@
-"""Blocks of UNets with channels last, whose group norms write codes."""
