@@ -1,6 +1,6 @@
 """The attention modules of diffusers' denoisers, and replacing their attention function.
 
-diffusers' processors end in one call: torch's ``scaled_dot_product_attention``, or diffusers' own
+Processors end in one call: torch's ``scaled_dot_product_attention``, or diffusers' own
 ``dispatch_attention_fn``. A processor with another attention is the same code with another function
 under that name. So projections, norms, rotary embeddings and what joins two streams stay
 diffusers'.
@@ -15,44 +15,8 @@ import torch.nn.functional as torch_functional
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
-#: diffusers' processors that are known to compute plain softmax attention. Others, an adapter's
-#: among them, keep theirs.
-PROCESSORS = (
-    "AttnProcessor2_0",
-    "AuraFlowAttnProcessor2_0",
-    "BriaAttnProcessor",
-    "BriaFiboAttnProcessor",
-    "CogVideoXAttnProcessor2_0",
-    "CogView4AttnProcessor",
-    "CosmosAttnProcessor2_0",
-    "EasyAnimateAttnProcessor2_0",
-    "Flux2AttnProcessor",
-    "Flux2ParallelSelfAttnProcessor",
-    "FluxAttnProcessor",
-    "FusedAttnProcessor2_0",
-    "FusedAuraFlowAttnProcessor2_0",
-    "FusedCogVideoXAttnProcessor2_0",
-    "FusedHunyuanAttnProcessor2_0",
-    "FusedJointAttnProcessor2_0",
-    "GlmImageAttnProcessor",
-    "HiDreamAttnProcessor",
-    "HunyuanAttnProcessor2_0",
-    "JointAttnProcessor2_0",
-    "JoyImageAttnProcessor",
-    "Kandinsky5AttnProcessor",
-    "Krea2AttnProcessor",
-    "LTXVideoAttnProcessor",
-    "LongCatImageAttnProcessor",
-    "Lumina2AttnProcessor2_0",
-    "OvisImageAttnProcessor",
-    "PRXAttnProcessor2_0",
-    "QwenDoubleStreamAttnProcessor2_0",
-    "SanaAttnProcessor2_0",
-    "SkyReelsV2AttnProcessor",
-    "StableAudioAttnProcessor2_0",
-    "WanAttnProcessor",
-    "ZSingleStreamAttnProcessor",
-)
+#: Names of the two functions.
+_DISPATCH, _TORCHS = "dispatch_attention_fn", "scaled_dot_product_attention"
 
 
 class Heads(NamedTuple):
@@ -99,18 +63,28 @@ def denoisers_of(pipeline: Any) -> dict[str, nn.Module]:
 
 
 def why_kept(processor: Any) -> str:
-    """Return why a processor stays as it is; empty for one that is known."""
+    """Return why a processor stays as it is; empty for one whose attention is such a call."""
     cls = type(processor)
-    if cls.__module__.startswith("diffusers.") and cls.__name__ in PROCESSORS:
-        return ""
-    return f"{cls.__name__} is not among the known processors"
+    if isinstance(processor, nn.Module):
+        return f"{cls.__name__} has weights of an adapter"
+    return "" if _calls_attention(cls) else f"{cls.__name__} calls no attention of torch's"
+
+
+def _calls_attention(processor_class: type) -> bool:
+    """Tell whether the call of a processor ends in one of the functions that can be replaced."""
+    call = inspect.unwrap(processor_class.__call__)
+    if not isinstance(call, FunctionType):
+        return False
+    names, known = {*call.__code__.co_names}, call.__globals__
+    functional = names >= {"F", _TORCHS} and hasattr(known.get("F"), _TORCHS)
+    return functional or (_DISPATCH in names and _DISPATCH in known)
 
 
 def call_with(processor_class: type, attend: Attend) -> FunctionType:
-    """Return the ``__call__`` of a known processor with another attention.
+    """Return the ``__call__`` of a processor with another attention.
 
     Args:
-        processor_class: of diffusers, or one with a call from here.
+        processor_class: not ``why_kept``, or one with a call from here.
         attend: computes what it does not leave to what the class computes it with.
     """
     # What is written again names the call that it stands for, which ends in that one function.
@@ -174,6 +148,7 @@ def _parse(
     is_causal: bool = False,
     scale: float | None = None,
     parallel_config: Any = None,
+    attention_kwargs: Any = None,
     **_: Any,
 ) -> AttentionCall:
     """Return a call's options as a value; those that are left over change nothing.
@@ -184,7 +159,8 @@ def _parse(
         is_causal: later keys are hidden.
         scale: of q k'.
         parallel_config: several devices compute it.
+        attention_kwargs: of one back end of diffusers.
     """
-    asked = (attn_mask is not None, dropout_p, is_causal, parallel_config)
+    asked = (attn_mask is not None, dropout_p, is_causal, parallel_config, attention_kwargs)
     more = "scores are masked, or more than softmax is asked for" if any(asked) else ""
     return AttentionCall(scale, more)

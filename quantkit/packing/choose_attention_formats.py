@@ -53,7 +53,7 @@ def choose_attention_formats(
 
     Args:
         section: of the recipe.
-        modules: with known processors, and not excluded.
+        modules: with processors that can be replaced, and not excluded.
         statistics: by module; None: they are not there yet, and the fastest is taken.
 
     Raises:

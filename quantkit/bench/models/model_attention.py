@@ -100,6 +100,6 @@ def why_not_used(qk_format: str, min_keys: int, seen: KernelLog) -> str:
 def why_attention_is_torchs(min_keys: int) -> str:
     """Return why a step ran no kernel of attention though there is one."""
     return (
-        f"attention is torch's: no known processor had {min_keys} keys or more without a mask "
+        f"attention is torch's: no processor had {min_keys} keys or more without a mask "
         "('quantkit doctor')"
     )

@@ -37,7 +37,7 @@ def listening(modules: Mapping[str, Any], tell: Tell) -> AbstractContextManager[
     """Return the context in which modules tell what they multiply; calls with a mask are left out.
 
     Args:
-        modules: by name, with known processors.
+        modules: by name, with processors that can be replaced.
         tell: is to leave tensors as they are.
     """
     return attending(modules, {name: partial(tell, name) for name in modules})
@@ -48,7 +48,7 @@ def attending(modules: Mapping[str, Any], attends: Mapping[str, Attend]) -> Iter
     """Let modules compute attention otherwise while the body runs, but for calls with a mask.
 
     Args:
-        modules: by name, with known processors.
+        modules: by name, with processors that can be replaced.
         attends: by the same names; what one returns None for is computed as before.
     """
     before = {name: module.processor for name, module in modules.items()}

@@ -148,7 +148,7 @@ class Calibration:
     #: ascending timesteps between buckets, in the unit the denoiser is called with
     edges: tuple[float, ...]
     metadata: CalibrationProvenance
-    #: of every attention module with a known processor
+    #: of every attention module whose processor can be replaced
     attention: AttentionByComponent = field(default_factory=dict)
 
     def of(self, component: Component) -> Mapping[str, LayerStatistics]:
