@@ -114,6 +114,7 @@ QK_DEVICE u32 bfloats_of(f32 low, f32 high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+#if __CUDA_ARCH__ >= 890
 /// The two e4m3fn codes in the low half of a word as f16, exactly; NaN stays NaN.
 #define QK_WIDENS_PAIRS 1
 QK_DEVICE u32 halves_of_e4m3fn(u32 codes) {
@@ -135,6 +136,14 @@ QK_DEVICE u32 encode_pair_e5m2(f32 low, f32 high) {
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 }
+#else
+/// Two f16 in a word, each times 2^8.
+QK_DEVICE u32 scale_half_pair(u32 pair) {
+  u32 scaled;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(scaled) : "r"(pair), "r"(0x5c005c00u));
+  return scaled;
+}
+#endif
 #if __CUDA_ARCH__ >= 900
 #  define QK_ADDS_BFLOATS 1
 /// Sums of the two bf16 in a word.

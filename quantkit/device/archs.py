@@ -108,7 +108,7 @@ class Arch:
     #: operations that end a product in codes, and take longer than it and a pass behind it: with
     #: accurate sums
     slow_ends: tuple[str, ...] = ()
-    #: family of operations -> why it has no kernels here
+    #: family of operations, or a word of their names -> why these have no kernels here
     without: tuple[tuple[str, str], ...] = ()
     #: the fastest formats here, and what stays in 16 bit, for people
     formats: str = ""
@@ -139,9 +139,10 @@ class Arch:
         found = dict(self.from_keys).get(launch, ())
         return next((keys for widest, keys in found if columns <= widest), None)
 
-    def why_without(self, family: str) -> str:
-        """Return why a family of operations has no kernels here; empty when it has."""
-        return dict(self.without).get(family, "")
+    def why_without(self, family: str, op: str = "") -> str:
+        """Return why a family, or one operation of it, has no kernels here; empty when it has."""
+        words = {family, *op.split("_")}
+        return next((why for name, why in self.without if name in words), "")
 
     def target_for(self, device: str) -> str:
         """Return what the compiler is told for ``device``: itself, unless the row is for one only.
@@ -282,6 +283,11 @@ _GFX11_WITHOUT = tuple(
 _NVIDIA_WITHOUT = (
     ("attention_f16", "probabilities and values in 16 bit have kernels on RDNA4 and CPUs alone"),
 )
+# The kernels of attention on int8 codes have probabilities in FP8.
+_SM80_WITHOUT = tuple(
+    (name, "Ampere has no FP8 instructions: int8 and int4 have kernels")
+    for name in ("fp8", "attention", "attention_codes", "attention_f16")
+)
 
 
 # What Radeons of a generation have in common.
@@ -402,6 +408,20 @@ ARCHS: dict[str, Arch] = {
             formats="INT8 and FP8 have one rate, 4:2 a higher one, not measured; attention stays "
             "in 16 bit",
         ),
+        Arch(
+            "sm_80",
+            Toolchain.NVRTC,
+            "Ampere, A100 and RTX 30 series: what multiplies int8, and weights of 16-bit inputs",
+            # That of compute capability 8.6, which most of these cards have.
+            _ADA,
+            _SM89_MATRIX,
+            lds_limit=48 * 1024,
+            devices=("sm_80", "sm_86", "sm_87"),
+            tile_speed=_SM89_TILES,
+            without=_SM80_WITHOUT,
+            formats="INT8 is the fastest, then INT4, not measured; FP8 is torch's, from "
+            "dequantized weights, and attention stays in 16 bit",
+        ),
         Arch("host", Toolchain.HOST, "this CPU, lane by lane"),
     )
 }
@@ -411,7 +431,6 @@ _NO_KERNELS = (
     ("gfx103", "RDNA2 (RX 6000 series) has no matrix instructions"),
     ("gfx10", "RDNA1 (RX 5000 series) has no matrix instructions"),
     ("gfx9", "Instinct and Vega run waves of 64 lanes, and kernels take 32"),
-    ("sm_8", "Ampere has no FP8, and nothing is compiled for its INT8 yet"),
     ("sm_7", "Volta and Turing lack what the kernels copy with (cp.async)"),
 )
 

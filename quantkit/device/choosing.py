@@ -61,7 +61,7 @@ def choose(op: str, device: torch.device, *, k: int, group_scales: bool = False)
     if asked is Backend.REFERENCE:
         return Choice(Backend.REFERENCE, "asked for")
     kernel = Backend.GPU if device.type == "cuda" else Backend.HOST
-    reason = _why_no_kernel(op, k, group_scales) or _why_not_here(device, find_op(op).family)
+    reason = _why_no_kernel(op, k, group_scales) or _why_not_here(device, op)
     if asked not in (None, kernel):
         reason = f"the tensors are on {device}"
     if not reason:
@@ -120,15 +120,16 @@ def _why_no_kernel(op: str, k: int, group_scales: bool) -> str:  # noqa: FBT001
     return ""
 
 
-def _why_not_here(device: torch.device, family: str) -> str:
+def _why_not_here(device: torch.device, op: str) -> str:
     if device.type == "cpu":
         return host.why_unavailable()
     if device.type != "cuda":
         return f"kernels run on cpu and cuda devices, and the tensors are on {device.type}"
+    family = find_op(op).family
     if (arch := supposed()) is not None:
-        return arch.why_without(family)
+        return arch.why_without(family, op)
     state = _state(device)
-    return state.problem or (state.device.arch.why_without(family) if state.device else "")
+    return state.problem or (state.device.arch.why_without(family, op) if state.device else "")
 
 
 def _arch_of(device: torch.device) -> Arch | None:

@@ -14,7 +14,7 @@ def variants_for(arch: Arch, variants: Sequence[Variant]) -> tuple[Variant, ...]
         v
         for v in variants
         if v.op.family not in arch.own
-        and not arch.why_without(v.op.family)
+        and not arch.why_without(v.op.family, v.op.name)
         and arch.has_tile(v.op.name, v.word("QK_TILE"))
     )
 

@@ -41,7 +41,9 @@ from tests.support.standin_hip import STREAM
 from tests.support.threads import run_in_threads
 
 SELF_TEST = [
-    Variant(op, (*selftest._WORDS, tile)) for op in GEMMS for tile in ("t0", "t1", "t2", "t3", "t4")
+    Variant(op, (*selftest._words(op), tile))
+    for op in GEMMS
+    for tile in ("t0", "t1", "t2", "t3", "t4")
 ]
 
 

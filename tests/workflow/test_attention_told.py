@@ -86,7 +86,7 @@ def test_doctor_says_that_nothing_was_asked_for(packed):
 def test_without_a_kernel_attention_is_torchs(packed, monkeypatch):
     why = ARCHS["gfx1100"].why_without("attention")
     assert "torch's attention is as fast" in why
-    monkeypatch.setattr(choosing, "_why_not_here", lambda device, family: why)
+    monkeypatch.setattr(choosing, "_why_not_here", lambda device, op: why)
     modules = attention_choices(require_packed(packed / "packed"), CPU)
     assert {m.backend for m in modules} == {"torch"}
     assert {m.reason for m in modules if m.format} == {why}
@@ -205,9 +205,7 @@ def test_values_in_16_bit_are_told(packed, monkeypatch):
     }
     why = ARCHS["sm_90a"].why_without("attention_f16")
     assert why == "probabilities and values in 16 bit have kernels on RDNA4 and CPUs alone"
-    monkeypatch.setattr(
-        choosing, "_why_not_here", lambda _, family: why if family == "attention_f16" else ""
-    )
+    monkeypatch.setattr(choosing, "_why_not_here", lambda _, op: why if op.endswith("_f16") else "")
     found = attention_choices(read, CPU)
     assert {(m.backend, m.reason) for m in found if m.format} == {("torch", why)}
     assert OpChoice("attention_int8_f16", "cpu", Choice(Backend.REFERENCE, why)).backend == "torch"

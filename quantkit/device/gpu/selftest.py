@@ -23,13 +23,15 @@ from quantkit.device.gpu.kernel_choice import choose_kernel, is_hopper
 from quantkit.device.ops.op import Op, Variant
 from quantkit.device.ops.table import find_op
 from quantkit.errors import KernelError
+from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.packed_2to4 import LEGAL_NIBBLES, unpack_two_of_four
+from quantkit.numerics.scales import decode
 
-#: The codes of 0 to 3 and their negatives in e4m3fn. Sums stay below 2048, where float16 is exact.
-_CODES = (0x00, 0x38, 0x40, 0x44, 0xB8, 0xC0, 0xC4)
+#: Sums stay below 2048, where float16 is exact.
 _VALUES = (0, 1, 2, 3, -1, -2, -3)
-_WORDS = ("e4m3fn", "e4m3fn", "tensor", "tensor", "f16")
 _OPS = ("gemm_fp8", "gemm_fp8_sparse")
+#: Where FP8 has no kernels.
+_OPS_WITHOUT_FP8 = ("gemm_int8", "gemm_int8_sparse")
 #: M and N that no tile divides.
 _PARTIAL = (19, 21)
 #: M, N and K for Hopper's kernels, whose tiles follow from the shape: few tokens, and many.
@@ -126,7 +128,8 @@ class _Case:
 
 
 def _cases(device: Device) -> Iterator[_Case]:
-    for op in map(find_op, _OPS):
+    fp8 = not device.arch.why_without("gemm", _OPS[0])
+    for op in map(find_op, _OPS if fp8 else _OPS_WITHOUT_FP8):
         for kernel, sizes in _kernels(device, op):
             yield _Case(kernel, sizes, *_product_of(op, **sizes))
 
@@ -136,29 +139,40 @@ def _kernels(device: Device, op: Op) -> Iterator[tuple[Kernel, dict[str, int]]]:
     if is_hopper(device):
         for m, n, k in _HOPPER:
             sizes = {"m": m, "n": n, "k": k}
-            yield choose_kernel(device, op, _WORDS, sizes), sizes
+            yield choose_kernel(device, op, _words(op), sizes), sizes
         return
     count = len(dict(device.arch.tile_speed)[op.name])
     for index, tile in enumerate(tiles()[:count]):
         for m, n in (_PARTIAL, (tile.m, tile.n)):
             sizes = {"m": m, "n": n, "k": tile.k + 32}
-            yield Variant(op, (*_WORDS, f"t{index}")), sizes
+            yield Variant(op, (*_words(op), f"t{index}")), sizes
+
+
+def _format(op: Op) -> str:
+    return op.words("QK_X_FORMAT")[0]
+
+
+def _words(op: Op) -> tuple[str, ...]:
+    return (_format(op), _format(op), "tensor", "tensor", "f16")
 
 
 def _product_of(op: Op, m: int, n: int, k: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return operands up to the bias, and the exact result."""
-    x, one = _pattern(m, k, 1), torch.ones(1)
+    fmt = _format(op)
+    x, one = _pattern(m, k, 1, fmt), torch.ones(1)
     if not op.sparse:
-        w = _pattern(n, k, 2)
-        return (x, one, w, one), _product(x, w)
-    kept = _pattern(n, k // 2, 3)
+        w = _pattern(n, k, 2, fmt)
+        return (x, one, w, one), _product(x, w, fmt)
+    kept = _pattern(n, k // 2, 3, fmt)
     nibbles = torch.tensor(LEGAL_NIBBLES, dtype=torch.uint8)[_scatter(n, k // 4, 4) % 6]
     meta = nibbles[:, ::2] | nibbles[:, 1::2] << 4
-    return (x, one, kept, meta, one), _product(x, unpack_two_of_four(kept, meta))
+    return (x, one, kept, meta, one), _product(x, unpack_two_of_four(kept, meta), fmt)
 
 
-def _pattern(rows: int, columns: int, seed: int) -> Tensor:
-    return torch.tensor(_CODES, dtype=torch.uint8)[_scatter(rows, columns, seed) % len(_CODES)]
+def _pattern(rows: int, columns: int, seed: int, fmt: str) -> Tensor:
+    """Return codes of the values, scattered."""
+    codes = torch.tensor(_VALUES).to(FORMATS[fmt].torch_dtype).view(torch.uint8)
+    return codes[_scatter(rows, columns, seed) % len(codes)]
 
 
 def _scatter(rows: int, columns: int, seed: int) -> Tensor:
@@ -169,9 +183,6 @@ def _scatter(rows: int, columns: int, seed: int) -> Tensor:
     return (mixed >> 12).reshape(rows, columns)
 
 
-def _product(x: Tensor, w: Tensor) -> Tensor:
-    values = torch.zeros(256, dtype=torch.int64)
-    values[list(_CODES)] = torch.tensor(_VALUES)
+def _product(x: Tensor, w: Tensor, fmt: str) -> Tensor:
     # float32 holds these sums exactly, and is faster than integers.
-    values = values.float()
-    return (values[x.long()] @ values[w.long()].T).half()
+    return (decode(x, fmt) @ decode(w, fmt).T).half()

@@ -28,7 +28,7 @@ def compiler_quantizes(x: Tensor | QuantizedInput) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _converts(index: int) -> bool:
     if (arch := supposed()) is not None:
-        return arch.toolchain is Toolchain.NVRTC
+        return arch.toolchain is Toolchain.NVRTC and not arch.why_without("gemm", "gemm_fp8")
     return torch.version.cuda is not None and (
         torch.cuda.get_device_capability(index) >= _FIRST_FP8
     )
