@@ -18,11 +18,8 @@ from quantkit.numerics.conv_windows import Windows
 
 CALLS, SETS, ROUNDS = 24, 4, 12
 FP8 = ("e4m3fn", "e4m3fn")
-#: tokens, outputs and length of the sums, and whether there is a gate
-MATRICES = (
-    *((8192, 640, 640, False), (2048, 1280, 1280, False), (2048, 1280, 5120, False)),
-    *((8192, 640, 2560, False), (4608, 3072, 3072, True), (4608, 3072, 15360, True)),
-)
+#: tokens, outputs and length of the sums
+MATRICES = ((8192, 640, 640), (2048, 1280, 1280), (2048, 1280, 5120), (8192, 640, 2560))
 #: pictures, height and width, channels
 PICTURES = ((2, 128, 320), (2, 32, 1280))
 SAME = Windows((3, 3), padding=(1, 1, 1, 1)).numbers
@@ -33,7 +30,6 @@ class Operands(NamedTuple):
 
     product: tuple[Tensor, ...]
     residual: Tensor
-    gate: Tensor | None
 
 
 def codes(*shape: int) -> Tensor:
@@ -42,14 +38,12 @@ def codes(*shape: int) -> Tensor:
     return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def operands(x: Tensor, n: int, k: int, *, gated: bool) -> Operands:
+def operands(x: Tensor, n: int, k: int) -> Operands:
     """Return random operands of N outputs over K."""
-    scales = (torch.ones(count, device="cuda") for count in (1, n))
-    x_scale, w_scale = scales
-    bias, gate = torch.randn(2, n, device="cuda").half()
+    x_scale, w_scale = (torch.ones(count, device="cuda") for count in (1, n))
+    bias = torch.randn(n, device="cuda").half()
     residual = torch.randn(*x.shape[:-1], n, device="cuda").half()
-    product = (x, x_scale, codes(n, k), w_scale, bias)
-    return Operands(product, residual, gate.unsqueeze(0) if gated else None)
+    return Operands((x, x_scale, codes(n, k), w_scale, bias), residual)
 
 
 def _event() -> torch.cuda.Event:
@@ -85,12 +79,10 @@ def show(what: str, name: str, made: list[Operands], windows: tuple[object, ...]
         return y
 
     def apart(given: Operands) -> Tensor:
-        y = alone(given)
-        return given.residual + (y if given.gate is None else given.gate * y)
+        return given.residual + alone(given)
 
     def one(given: Operands) -> object:
-        beside = () if windows else (given.gate,)
-        return call.call(OPS[f"{name}_residual"], *given.product, given.residual, *beside, *how)
+        return call.call(OPS[f"{name}_residual"], *given.product, given.residual, *how)
 
     product, sum_, joined = (microseconds(step, made) for step in (alone, apart, one))
     click.echo(f"{what}: product {product:.1f} us, and torch's sum {sum_:.1f}, one {joined:.1f}")
@@ -99,12 +91,12 @@ def show(what: str, name: str, made: list[Operands], windows: tuple[object, ...]
 @torch.no_grad()
 def main() -> None:
     """Print a line for each shape."""
-    for m, n, k, gated in MATRICES:
-        made = [operands(codes(m, k), n, k, gated=gated) for _ in range(SETS)]
-        show(f"{m}x{n}x{k}{' gated' * gated}", "gemm_fp8", made)
+    for m, n, k in MATRICES:
+        made = [operands(codes(m, k), n, k) for _ in range(SETS)]
+        show(f"{m}x{n}x{k}", "gemm_fp8", made)
     for batch, side, channels in PICTURES:
         shape = (batch, side, side, channels)
-        made = [operands(codes(*shape), channels, 9 * channels, gated=False) for _ in range(SETS)]
+        made = [operands(codes(*shape), channels, 9 * channels) for _ in range(SETS)]
         show(f"{batch}x{side}x{side}x{channels}", "conv_fp8", made, (SAME,))
 
 

@@ -25,8 +25,7 @@ static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS of ev
 QK_KERNEL(Tile::kThreads)
 QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w,
           QK_META_PARAMETER(w) const float* w_scale, const void* bias,
-          QK_IF_RESIDUAL(const void* residual, const void* gate, ) void* y, int m, int n,
-          int k QK_IF_RESIDUAL(, int rows)) {
+          QK_IF_RESIDUAL(const void* residual, ) void* y, int m, int n, int k) {
   QK_SHARED(lds, Loop::kLdsBytes);
   qk::start();
   const qk::TileOrigin origin = qk::tile_origin<Tile>(m, n);
@@ -34,7 +33,7 @@ QK_SYMBOL(const qk::u8* x, const float* x_scale, const qk::u8* w,
   Loop loop;
   if (!loop.run(acc, {x, w, QK_META(w), m, n, k}, lds, origin.m, origin.n)) return;
   const int wave = qk::wave_index();
-  Epilogue::run<Mma>({x_scale, w_scale, bias, y, m, n QK_IF_RESIDUAL(, residual, gate, rows)}, acc,
+  Epilogue::run<Mma>({x_scale, w_scale, bias, y, m, n QK_IF_RESIDUAL(, residual)}, acc,
                      origin.m + wave / Tile::kWavesN * Tile::kWaveM,
                      origin.n + wave % Tile::kWavesN * Tile::kWaveN);
 }

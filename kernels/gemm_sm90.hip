@@ -30,16 +30,16 @@ static_assert(Tile::kSharedBytes == QK_SHARED_BYTES, "hopper/gemm.py counts the 
 QK_HOPPER_KERNEL(Tile::kThreads, Tile::kTeam)
 QK_SYMBOL(const __grid_constant__ qk::TensorMap x_map, const float* x_scale,
           const __grid_constant__ qk::TensorMap w_map, QK_META_PARAMETER(w) const float* w_scale,
-          const void* bias, QK_IF_RESIDUAL(const void* residual, const void* gate, ) void* y,
+          const void* bias, QK_IF_RESIDUAL(const void* residual, ) void* y,
           const __grid_constant__ qk::TensorMap y_map,
           QK_IF_RESIDUAL(const __grid_constant__ qk::TensorMap residual_map, ) int m, int n, int k,
-          int group QK_IF_RESIDUAL(, int rows)) {
+          int group) {
   extern __shared__ __align__(1024) qk::u8 shared[];
   Gemm::run({x_map,
              w_map,
              y_map,
              QK_META(w),
-             {x_scale, w_scale, bias, y, m, n QK_IF_RESIDUAL(, residual, gate, rows)},
+             {x_scale, w_scale, bias, y, m, n QK_IF_RESIDUAL(, residual)},
              k,
              group QK_IF_RESIDUAL(, {}, &residual_map)},
             shared);

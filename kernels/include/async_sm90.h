@@ -33,11 +33,6 @@ QK_DEVICE void barrier_expect(u32 barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-/// Lets the phase end only after `bytes` more have been copied, without arriving.
-QK_DEVICE void barrier_expect_more(u32 barrier, int bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
 QK_DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -88,15 +83,6 @@ struct Coordinates {
 QK_COPIES(2, "{%0, %1}")
 QK_COPIES(3, "{%0, %1, %2}")
 QK_COPIES(4, "{%0, %1, %2, %3}")
-
-/// Copies bytes to shared memory, a multiple of 16 from 16-byte aligned to 16-byte aligned.
-QK_DEVICE void copy_bytes(u32 target, const void* source, int bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(target),
-      "l"(source), "r"(bytes), "r"(barrier)
-      : "memory");
-}
 
 QK_DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /// Waits until all but the last kPending groups of the calling thread have read their shared

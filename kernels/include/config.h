@@ -31,9 +31,7 @@
 #define QK_PV_E4M3FN 0
 #define QK_PV_F16 1
 
-// What a product is added to, where the source says so: QK_RESIDUAL.
-#define QK_ADDED 1
-#define QK_GATED 2  // times a gate
+// 1: a product is added to something, where the source says so.
 #ifndef QK_RESIDUAL
 #  define QK_RESIDUAL 0
 #endif
@@ -61,7 +59,6 @@ constexpr u32 kNeutral = 0x44444444u;
 enum class Format { kE4M3FN = QK_E4M3FN, kE5M2 = QK_E5M2, kInt8 = QK_INT8 };
 enum class Pv { kE4M3FN = QK_PV_E4M3FN, kF16 = QK_PV_F16 };
 enum class Io { kF16 = QK_F16, kBF16 = QK_BF16, kF32 = QK_F32 };
-enum class Residual { kNone, kAdded = QK_ADDED, kGated = QK_GATED };
 
 /// What products of codes are summed in. int32 holds 133,000 products of int8 exactly.
 template <Format>

@@ -1,6 +1,6 @@
 // From accumulators to y: y = acc * x_scale * w_scale + bias in f32, left to right, rounded once to
-// io. An int32 sum is rounded to f32 first. With a residual y = that * gate + residual, before it
-// is rounded.
+// io. An int32 sum is rounded to f32 first. With a residual y = that + residual, before it is
+// rounded.
 #pragma once
 
 #include "config.h"
@@ -14,16 +14,12 @@ struct EpilogueArgs {
   void* y;             // io [M, N]
   int m, n;
   const void* residual = nullptr;  // io [M, N]
-  const void* gate = nullptr;      // io [M / rows, N]
-  int rows = 1;                    // of y for a row of the gate
 };
 
-template <Io kIo, bool kPerToken, bool kPerChannel, Residual kResidual = Residual(QK_RESIDUAL)>
+template <Io kIo, bool kPerToken, bool kPerChannel, bool kAdds = QK_RESIDUAL == 1>
 struct Epilogue {
   using Type = IoType<kIo>;
   using Memory = typename Type::Memory;
-  static constexpr bool kAdds = kResidual != Residual::kNone,
-                        kGates = kResidual == Residual::kGated;
 
   /// Writes kCount values at y[token, output...]; by 16 bytes where the row pitch keeps them
   /// aligned.
@@ -90,21 +86,19 @@ struct Epilogue {
   /// as far as the compiler knows, y may be what is read.
   template <int kCount, int kTokens>
   struct Addends {
-    Run<kCount> residual[kTokens], gate[kGates ? kTokens : 1];
+    Run<kCount> residual[kTokens];
 
     QK_DEVICE void load(const EpilogueArgs& args, int i, int token, int output) {
       residual[i] = read<kCount>(args.residual, token, output, args.n);
-      if constexpr (kGates) gate[i] = read<kCount>(args.gate, token / args.rows, output, args.n);
     }
     QK_DEVICE f32 apply(f32 value, int i, int e) const {
-      if constexpr (kGates) value *= gate[i].value(e);
       return add_rounded(value, residual[i].value(e));
     }
   };
   /// How many of a lane's tokens' runs it holds at once: what 16 registers take.
   template <int kCount>
   static constexpr QK_DEVICE int batch(int tokens) {
-    const int fit = 64 / (kCount * static_cast<int>(sizeof(Memory)) * (kGates ? 2 : 1));
+    const int fit = 64 / (kCount * static_cast<int>(sizeof(Memory)));
     return !kAdds || fit < 1 ? 1 : fit < tokens ? fit : tokens;
   }
 

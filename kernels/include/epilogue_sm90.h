@@ -29,7 +29,7 @@ QK_DEVICE u32 round_pair(f32 low, f32 high) {
 template <class Tile, Io kIo, bool kPerToken, bool kPerChannel, class TheView = MatrixView<Tile>>
 struct HopperEpilogue {
   static constexpr bool kHasPrefix = false;
-  static constexpr bool kAdds = Tile::kAdds, kGates = Tile::kAddsGated;
+  static constexpr bool kAdds = Tile::kAdds;
   using Args = EpilogueArgs;
   using View = TheView;
   using Type = IoType<kIo>;
@@ -68,12 +68,10 @@ struct HopperEpilogue {
     return factors;
   }
 
-  /// Asks for the gate of the tile's first token, and for the residual of the first chunks, once
-  /// the last tile's have left their buffers.
+  /// Asks for the residual of the first chunks, once the last tile's have left their buffers.
   QK_DEVICE void ask(Position at) const {
     if (thread != 0) return;
     store_wait<0>();
-    if constexpr (kGates) fetch_gate(at);
     QK_UNROLL for (int chunk = 0; chunk < Tile::kStaged; ++chunk)
       fetch(chunk, at);
   }
@@ -100,9 +98,6 @@ struct HopperEpilogue {
         group_sync(barrier, 128);
       }
       if (chunk == 0) load_lane_factors(mine);
-      if constexpr (kGates) {
-        if (chunk == 0) mine.gate_end = gate_end(at.m);
-      }
       Arrived here, next;
       if constexpr (kAhead) load_arrived(here, buffer, 0);
       QK_UNROLL for (int part = 0; part < Tile::kChunk; part += 16) {
@@ -148,16 +143,13 @@ struct HopperEpilogue {
     return byte / 128 * Tile::kBoxBytes + row * 128 + ((byte % 128 / 16 ^ row % 8) * 16);
   }
 
-  // Where registers allow it, gates stay in them, and the residual of the next sixteen tokens is
-  // loaded while that of these is added.
-  static constexpr bool kHeldGates = kGates && Tile::kBlocks == 1,
-                        kAhead = kAdds && Tile::kBlocks == 1;
+  // Where registers allow it, the residual of the next sixteen tokens is loaded while that of these
+  // is added.
+  static constexpr bool kAhead = kAdds && Tile::kBlocks == 1;
 
   /// What the lane's outputs are multiplied with, and what is added.
   struct Lane {
     f32 weight[Tile::kBlocks][2], bias[Tile::kBlocks][2];
-    int gate_end;  // the tile's first token that has the next row of the gate
-    f32 gate[2][kHeldGates ? 2 : 1];
   };
 
   /// What the lane's values of sixteen tokens are added to.
@@ -175,30 +167,6 @@ struct HopperEpilogue {
   QK_DEVICE Memory* biases() const {
     return reinterpret_cast<Memory*>(scales + Tile::kM + Tile::kOutputs);
   }
-  QK_DEVICE Memory* gates() const { return biases() + Tile::kOutputs; }
-
-  /// How many tokens from `token` on have its row of the gate. What divides by the rows would be
-  /// kept through the K loop if they were not new each time.
-  QK_DEVICE int gate_end(int token) const {
-    int rows = args.rows;
-    asm volatile("" : "+r"(rows));
-    return (token / rows + 1) * rows - token;
-  }
-
-  /// Asks for the two rows of the gate that a tile's tokens may have.
-  QK_DEVICE void fetch_gate(Position at) const {
-    const int left = args.n - at.n, picture = at.m / args.rows;
-    const int count = left < Tile::kOutputs ? left : Tile::kOutputs;
-    QK_UNROLL for (int row = 0; row < 2; ++row) {
-      if (count <= 0 || (picture + row) * args.rows >= args.m) continue;
-      const Memory* const source =
-          static_cast<const Memory*>(args.gate) + (static_cast<i64>(picture + row) * args.n + at.n);
-      const int bytes = count * static_cast<int>(sizeof(Memory));
-      barrier_expect_more(residual.arrived, bytes);
-      copy_bytes(shared_address(gates() + row * Tile::kOutputs), source, bytes, residual.arrived);
-    }
-  }
-
   /// Asks for a chunk of the residual. One thread.
   QK_DEVICE void fetch(int chunk, Position at) const {
     const u32 target = shared_address(staged + chunk % Tile::kStaged * Tile::kChunkBytes);
@@ -216,10 +184,6 @@ struct HopperEpilogue {
         const int output = 64 * block + thread / 32 * 16 + thread % 32 / 4 + 8 * half;
         mine.weight[block][half] = scales[Tile::kM + output];
         mine.bias[block][half] = Type::widen(biases()[output]);
-        if constexpr (kHeldGates) {
-          QK_UNROLL for (int row = 0; row < 2; ++row)
-            mine.gate[row][half] = Type::widen(gates()[row * Tile::kOutputs + output]);
-        }
       }
     }
   }
@@ -241,17 +205,6 @@ struct HopperEpilogue {
             static_cast<f32>(sums[block][(first + part) / 2 + 4 * eight + 2 * half + i % 2]);
         values[eight][half][i % 2] = add_rounded(
             sum * token[eight][i % 2] * mine.weight[block][half], mine.bias[block][half]);
-        if constexpr (kGates) {
-          const int token = first + part + 8 * eight + 2 * (lane % 4) + i % 2;
-          const int output = 64 * block + 16 * warp + 8 * half + lane / 4;
-          const bool later = token >= mine.gate_end;
-          if constexpr (kHeldGates) {
-            values[eight][half][i % 2] *= later ? mine.gate[1][half] : mine.gate[0][half];
-          } else {
-            values[eight][half][i % 2] *=
-                Type::widen(gates()[(later ? Tile::kOutputs : 0) + output]);
-          }
-        }
       }
       if constexpr (kAdds) {
         QK_UNROLL for (int i = 0; i < 8; ++i) {

@@ -21,13 +21,13 @@ struct Problem {
 /// memory for the copy engine to write them out; with all of them, the next tile starts while the
 /// last one is written. Large chunks take fewer barriers, small ones less memory and start to leave
 /// earlier. Gated: half of the rows of w gate the other half, and y has a column for two of them
-/// (gated_sm90.h). Added: to what y is added; the residual's chunks arrive where those of y leave.
+/// (gated_sm90.h). Adds: y is added to a residual, whose chunks arrive where those of y leave.
 template <int N, int M, int Blocks, bool PingPong, int Team, int Staged, WeightKind W,
-          int OutputBytes, int Chunk, bool Gated = false, Residual Added = Residual(QK_RESIDUAL)>
+          int OutputBytes, int Chunk, bool Gated = false, bool Adds = QK_RESIDUAL == 1>
 struct HopperTile {
   static constexpr int kN = N, kM = M, kBlocks = Blocks, kTeam = Team;
   static constexpr bool kPingPong = PingPong, kGated = Gated;
-  static constexpr bool kAdds = Added != Residual::kNone, kAddsGated = Added == Residual::kGated;
+  static constexpr bool kAdds = Adds;
   static constexpr bool kSparse = W == WeightKind::kSparse, kInt4 = W == WeightKind::kInt4;
   static constexpr bool kHasMetadata = kSparse || kInt4;
   static constexpr int kPerMeta = kSparse ? 8 : 32;  // weights of a row for a byte of metadata
@@ -51,8 +51,8 @@ struct HopperTile {
   static constexpr int kStagedBytes = Gated    ? M * kOwnColumns
                                       : kCodes ? kOutputs * (M + 16)
                                                : kStaged * kChunkBytes;
-  // Biases: of codes in float32, else as outputs are, with two rows of a gate behind them.
-  static constexpr int kBiasBytes = kCodes ? 4 : (kAddsGated ? 3 : 1) * OutputBytes;
+  // Biases: of codes in float32, else as outputs are.
+  static constexpr int kBiasBytes = kCodes ? 4 : OutputBytes;
   static constexpr int kScaleBytes = 4 * (M + kOutputs) + kBiasBytes * kOutputs;
   static constexpr int kLimit = 227 * 1024;  // shared memory of a block
   static constexpr int kTailBytes = kConsumers * (kStagedBytes + kScaleBytes);

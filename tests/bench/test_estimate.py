@@ -35,6 +35,7 @@ from quantkit.device.choosing import choose, least_keys, supposing, why_on_reque
 from quantkit.device.torch_operators import OPERATORS
 from quantkit.errors import InputError, ModelError
 from quantkit.inference.layers.fused_op import has_kernel
+from quantkit.numerics.conv_windows import Windows
 from quantkit.progress import silent
 from tests.support.pipelines import tiny_flux_pipeline, tiny_unet
 from tests.support.sampling import turned
@@ -120,17 +121,15 @@ def test_what_is_repeated_counts_once_and_views_count_nothing():
     assert add.nbytes == 2 * (4 * 8 + 8 + 4 * 8)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_a_residual_is_read_by_its_product(gated):
-    x, one = half(6, 64).to(torch.uint8), half(1).float()
-    w, meta = half(16, 32).to(torch.uint8), half(16, 8).to(torch.uint8)
-    added = (half(6, 16), half(3, 16) if gated else None)
-    add = OPERATORS["gemm_fp8_sparse_residual"]
-    how = ("e4m3fn", "e4m3fn", torch.float16)
-    (call,) = trace(lambda: add(x, one, w, meta, one, None, *added, *how)).calls
-    assert call.product == Product("linear", "fp8", 6, 16, 64, sparse=True)
-    weights = 16 * (32 + 8)
-    assert call.nbytes == 6 * 64 + weights + 4 + 2 * (2 * 6 * 16) + 2 * 3 * 16 * gated
+def test_a_residual_is_read_by_its_product():
+    x, one = half(1, 4, 6, 64).to(torch.uint8), half(1).float()
+    w, meta = half(16, 288).to(torch.uint8), half(16, 72).to(torch.uint8)
+    add, residual = OPERATORS["conv_fp8_sparse_residual"], half(1, 4, 6, 16)
+    how = (Windows((3, 3), padding=(1, 1, 1, 1)).numbers, "e4m3fn", "e4m3fn", torch.float16)
+    (call,) = trace(lambda: add(x, one, w, meta, one, None, residual, *how)).calls
+    assert call.product == Product("conv", "fp8", 24, 16, 576, sparse=True)
+    weights = 16 * (288 + 72)
+    assert call.nbytes == 24 * 64 + weights + 4 + 2 * (2 * 24 * 16)
 
 
 def test_what_is_changed_in_place_is_written():

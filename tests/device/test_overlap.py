@@ -17,7 +17,7 @@ from quantkit.device.gpu import gpu_calls as calls
 from quantkit.device.gpu.gpu_calls import Call
 from quantkit.device.gpu.overlap import LaunchConfig, waits
 from quantkit.device.hopper.hopper_attention import HopperAttention
-from quantkit.device.hopper.hopper_gemm import TILES, Family, Residual, Sums
+from quantkit.device.hopper.hopper_gemm import TILES, Family, Sums
 from quantkit.device.ops.table import OPS, default_variants
 from quantkit.device.tile_choice import variants_for
 from quantkit.resources import kernel_sources
@@ -59,8 +59,7 @@ def _hopper():
             options = {"activation": "tanh"} if family is Family.GELU else {}
             yield kernel_of(TILES[tiles[family]], sums, sparse=sparse, family=family, **options)
     yield kernel_of(TILES["c128x96"], Sums.ACCURATE, sparse=True, family=Family.HEADS, io="f32")
-    for residual in (Residual.ADDED, Residual.GATED):
-        yield kernel_of(TILES["c128x160"], Sums.ACCURATE, residual=residual)
+    yield kernel_of(TILES["c128x160"], Sums.ACCURATE, adds=True)
     attention = HopperAttention(OPS["attention_fp8"], "f16", "e4m3fn", 64)
     yield from (attention, replace(attention, maps=True))
 
@@ -250,16 +249,16 @@ def chain(x, operands, turns):
     for _ in range(turns):
         pictures = x.view(2, -1, x.shape[1])
         q = norm(pictures, "").view_as(x)
-        x = operate("gemm_fp8_residual", q, scale, *plain, x, None, *FMT)
+        x = operate("gemm_fp8_residual", q, scale, *plain, x, *FMT)
         s, q = operate("quantize_fp8_token", x, None, "e4m3fn")
         h = operate("geglu_fp8", q, s, *gated, scale, "e4m3fn", *FMT)
-        x = operate("gemm_fp8_residual", h, scale, *down, x, None, *FMT) * 0.5
+        x = operate("gemm_fp8_residual", h, scale, *down, x, *FMT) * 0.5
         pictures = x.view(2, -1, x.shape[1])
         q, shape = norm(pictures, "silu"), (2, 8, -1, x.shape[1])
         added = (pictures.view(shape), SAME.numbers)
         y = operate("conv_fp8_residual", q.view(shape), scale, *conv, *added, *FMT).view_as(x)
         q = operate("quantize_fp8_static", y, None, scale, "e4m3fn")
-        x = operate("gemm_fp8_residual", q, scale, *plain, y, None, *FMT)
+        x = operate("gemm_fp8_residual", q, scale, *plain, y, *FMT)
     return x
 
 

@@ -115,11 +115,11 @@ def test_replayed_steps_read_the_keys_of_their_prompt(int8_dir):
         _drawn(pipe, "a green one", steps=3)
     keep_prompts(pipe, wanted=False)
     _drawn(pipe, "a green one", steps=1)
-    with log.record() as called:
+    with log.record() as anew:
         _drawn(pipe, "a green one", steps=3)
     # Of three steps the first alone has the products of the prompt.
-    assert _products(called) == 3 * _products(computed)
-    assert _products(kept) < _products(called)
+    assert _products(anew) == 3 * _products(computed)
+    assert _products(kept) < _products(anew)
     assert vars(pipe.unet)["forward"].replayed.eager == {}
 
 

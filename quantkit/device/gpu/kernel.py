@@ -146,8 +146,7 @@ def _launch_of(kernel: HopperKernel, sizes: Sizes, units: int) -> HopperLaunch:
         return plan_projection(kernel, sizes, units)
     if kernel.gated:
         return plan_gated(kernel, m, n, k, units)
-    others = {name: sizes[name] for name in ("rows", "prefix_columns") if name in sizes}
-    return plan_launch(kernel, m, n, k, units, **others)
+    return plan_launch(kernel, m, n, k, units, prefix_columns=sizes.get("prefix_columns", 0))
 
 
 def _plan_hopper(kernel: HopperKernel, launch: HopperLaunch) -> Plan:

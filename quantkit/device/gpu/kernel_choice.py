@@ -8,7 +8,7 @@ from quantkit.device.gpu.kernel import Kernel
 from quantkit.device.hopper import hopper_choice, hopper_conv, hopper_geglu, hopper_projections
 from quantkit.device.hopper import hopper_gemm as hopper
 from quantkit.device.hopper.hopper_attention import HopperAttention, has_maps
-from quantkit.device.hopper.hopper_gemm import Family, HopperKernel, HopperTile, Residual, Sums
+from quantkit.device.hopper.hopper_gemm import Family, HopperKernel, HopperTile, Sums
 from quantkit.device.hopper.tensormap import ITEM_BYTES
 from quantkit.device.ops.op import Op, Sizes, Variant, WeightKind
 from quantkit.device.ops.products.project_gelu import ACTIVATIONS
@@ -89,11 +89,8 @@ def _gemm(
 ) -> HopperKernel | None:
     """Return Hopper's kernel; None where the copy engine cannot bring what is added."""
     assert isinstance(sizes, dict)
-    m, n, k = sizes["m"], sizes["n"], sizes["k"]
-    rows = sizes.get("rows", m)
+    m, n, k = (sizes[name] for name in ("m", "n", "k"))
     if op.name.endswith(SUFFIX) and n * ITEM_BYTES[words[-1]] % 16:
-        return None
-    if rows < min(m, hopper_choice.FEW_TOKENS):
         return None
     best, mode = hopper_choice.choose_sums(
         m,
@@ -102,15 +99,11 @@ def _gemm(
         sparse=op.sparse,
         sums=required.sums(words),
         multiprocessors=required.units,
-        # A tile has tokens of two rows of a gate at most.
-        most=rows if rows < m else None,
     )
     return _hopper_kernel(best, words, Family.GEMM, sparse=op.sparse, sums=mode)
 
 
-def _conv(
-    op: Op, words: tuple[str, ...], sizes: Sizes, required: _Requirements
-) -> HopperKernel | None:
+def _conv(op: Op, words: tuple[str, ...], sizes: Sizes, required: _Requirements) -> HopperKernel:
     assert isinstance(sizes, ConvShape)
     best, mode = hopper_conv.choose_conv_tile(
         sizes, sparse=op.sparse, sums=required.sums(words), multiprocessors=required.units
@@ -215,8 +208,7 @@ def _of_menu(device: Device, op: Op, words: tuple[str, ...], numbers: dict[str, 
 def _hopper_kernel(
     tile: HopperTile, words: tuple[str, ...], family: Family, *, sparse: bool, sums: Sums
 ) -> HopperKernel:
-    x_format, w_format, x_scale, w_scale, *gate, io = words
-    added = Residual.GATED if any(gate) else Residual.ADDED
+    x_format, w_format, x_scale, w_scale, *added, io = words
     return HopperKernel(
         tile,
         sparse=sparse,
@@ -227,5 +219,5 @@ def _hopper_kernel(
         x_scale=x_scale,
         w_scale=w_scale,
         io=io,
-        residual=added if gate else Residual.NONE,
+        adds=bool(added),
     )

@@ -144,20 +144,14 @@ def choose_tile(
     sparse: bool = False,
     sums: Sums = Sums.ACCURATE,
     multiprocessors: int = MULTIPROCESSORS,
-    most: int | None = None,
 ) -> HopperTile:
-    """Return the tile with the lowest estimate among those that can compute the shape.
-
-    Args:
-        most: tokens that a tile may have; None: any.
-    """
+    """Return the tile with the lowest estimate among those that can compute the shape."""
 
     def seconds(tile: HopperTile) -> float:
         return estimate(tile, m, n, k, sparse=sparse, sums=sums, multiprocessors=multiprocessors)
 
     tiles = (TILES[name] for name in COSTS[sparse, sums])
-    suiting = (tile for tile in tiles if _suits(tile, m, k) and tile.m <= (most or tile.m))
-    return min(suiting, key=seconds)
+    return min((tile for tile in tiles if _suits(tile, m, k)), key=seconds)
 
 
 def fastest(
@@ -214,16 +208,11 @@ def choose_sums(
     sparse: bool,
     sums: tuple[Sums, ...],
     multiprocessors: int,
-    most: int | None = None,
 ) -> tuple[HopperTile, Sums]:
-    """Return the fastest tile, and its sums, of those that will do; ``most`` as ``choose_tile``."""
+    """Return the fastest tile, and its sums, of those that will do."""
     found = []
     for mode in sums:
-        if most and not any(TILES[name].m <= most for name in COSTS[sparse, mode]):
-            continue
-        tile = choose_tile(
-            m, n, k, sparse=sparse, sums=mode, multiprocessors=multiprocessors, most=most
-        )
+        tile = choose_tile(m, n, k, sparse=sparse, sums=mode, multiprocessors=multiprocessors)
         cost = estimate(tile, m, n, k, sparse=sparse, sums=mode, multiprocessors=multiprocessors)
         found.append((cost, tile, mode))
     _, tile, mode = min(found, key=itemgetter(0))

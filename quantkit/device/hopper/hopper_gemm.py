@@ -74,15 +74,6 @@ class Sums(Enum):
     INT4 = "int4"
 
 
-class Residual(Enum):
-    """The residual that a product is added to, in the order of the macro's values."""
-
-    NONE = "none"
-    ADDED = "added"
-    #: times a gate
-    GATED = "gated"
-
-
 @dataclass(frozen=True)
 class HopperTile:
     """One entry of the menu: what a block computes at a time, and with which warpgroups."""
@@ -169,7 +160,8 @@ class HopperKernel:
     activation: str = ""
     #: the activation is smoothed
     changes: bool = False
-    residual: Residual = Residual.NONE
+    #: to a residual
+    adds: bool = False
 
     @property
     def gated(self) -> bool:
@@ -185,11 +177,6 @@ class HopperKernel:
     def activates(self) -> bool:
         """True where codes of an activation are written."""
         return self.family is Family.GELU
-
-    @property
-    def adds(self) -> bool:
-        """True where the product is added to something."""
-        return self.residual is not Residual.NONE
 
     @property
     def sums(self) -> Sums:
@@ -222,8 +209,7 @@ class HopperKernel:
         codes = (self.y_format,) if self.gated or self.activates else ()
         # The formats say it of integers.
         mode = (self.sums.value,) if self.sums in {Sums.ACCURATE, Sums.FAST} else ()
-        gate = (self.residual.value,) if self.residual is Residual.GATED else ()
-        scales = (self.x_scale, self.w_scale, *gate, self.io)
+        scales = (self.x_scale, self.w_scale, self.io)
         changes = ("changes",) if self.changes else ()
         act = (self.activation, *changes) if self.activates else ()
         words = (self.x_format, self.w_format, *scales, *codes, *act, *mode, self.tile.name)
@@ -256,7 +242,7 @@ class HopperKernel:
             "ACT": 1 + list(ACTIVATIONS).index(self.activation) if self.activates else 0,
             "CHANGES": int(self.changes),
             "SHARED_BYTES": self.shared_bytes,
-            "RESIDUAL": list(Residual).index(self.residual),
+            "RESIDUAL": int(self.adds),
         }
         macros = (f"-DQK_{name}={value}" for name, value in values.items())
         return (f"-DQK_SYMBOL={self.symbol}", self.op.weights.define, *macros)
@@ -302,9 +288,8 @@ class HopperKernel:
             staged = (tile.m + 16) * outputs
         else:
             staged = tile.staged_chunks * tile.chunk * outputs * item
-        # Scales of tokens and outputs in float32, biases and two rows of a gate as they are.
-        rows = 3 if self.residual is Residual.GATED else 1
-        return tile.warpgroups * (staged + 4 * (tile.m + outputs) + rows * item * outputs)
+        # Scales of tokens and outputs in float32, biases as they are.
+        return tile.warpgroups * (staged + 4 * (tile.m + outputs) + item * outputs)
 
 
 @dataclass(frozen=True)
@@ -318,7 +303,7 @@ class HopperLaunch:
     #: of x, weights, y (but for codes) and a residual; None for a y whose rows are no multiple of
     #: 16 bytes: pass 128 zero bytes
     maps: tuple[TensorMap | None, ...]
-    #: m, n, k and group, and rows for one of a gate; of a convolution, hopper_conv.conv_numbers
+    #: m, n, k and group; of a convolution, hopper_conv.conv_numbers
     numbers: tuple[int, ...]
 
 
@@ -332,12 +317,10 @@ def arguments(kernel: HopperKernel) -> tuple[str, ...]:
         return _projecting_arguments(kernel)
     if kernel.activates:
         return _activating_arguments(kernel)
-    is_conv = kernel.family is Family.CONV
-    numbers = CONV_NUMBERS if is_conv else ("m", "n", "k", "group")
-    y = ("y_scale", "y") if kernel.gated else ("y", "y_map")
+    numbers = CONV_NUMBERS if kernel.family is Family.CONV else ("m", "n", "k", "group")
+    y: tuple[str, ...] = ("y_scale", "y") if kernel.gated else ("y", "y_map")
     if kernel.adds:
-        y = ("residual", *(() if is_conv else ("gate",)), *y, "residual_map")
-        numbers = (*numbers, *(() if is_conv else ("rows",)))
+        y = ("residual", *y, "residual_map")
     return ("x_map", "x_scale", "w_map", *kernel.weights_meta, "w_scale", "bias", *y, *numbers)
 
 
@@ -364,13 +347,11 @@ def plan_launch(
     k: int,
     multiprocessors: int = MULTIPROCESSORS,
     *,
-    rows: int = 1,
     prefix_columns: int = 0,
 ) -> HopperLaunch:
     """Return how ``kernel`` computes M tokens x N outputs over K.
 
     Args:
-        rows: tokens for a row of a gate.
         prefix_columns: of codes before those of an activation.
 
     Raises:
@@ -389,18 +370,16 @@ def plan_launch(
             "take a tile that does not split K"
         )
     x, w, y = _maps(kernel, m, n, k)
-    added: tuple[TensorMap, ...] = ()
-    if kernel.adds:
-        if y is None:
-            raise KernelError(f"{kernel.symbol}: rows of {n} outputs are no multiple of 16 bytes")
-        added = (replace(y, operand="residual"),)
+    if kernel.adds and y is None:
+        raise KernelError(f"{kernel.symbol}: rows of {n} outputs are no multiple of 16 bytes")
+    added = (replace(y, operand="residual"),) if kernel.adds and y else ()
     prefix = (prefix_columns,) if kernel.activates else ()
     return HopperLaunch(
         grid=grid_of(tile, m, n, multiprocessors),
         block=tile.threads,
         shared_bytes=kernel.shared_bytes,
-        maps=(x, w, *(() if kernel.activates else (y,)), *added),
-        numbers=(m, n, k, *prefix, GROUP, *((rows,) if kernel.adds else ())),
+        maps=(x, w) if kernel.activates else (x, w, y, *added),
+        numbers=(m, n, k, *prefix, GROUP),
     )
 
 

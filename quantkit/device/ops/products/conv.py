@@ -136,7 +136,7 @@ def _unfold(op: Op, operands: Operands, options: Options) -> Detour:
     flat = rows.reshape(-1, rows.shape[3:].numel())
     if op.name.endswith(SUFFIX):
         *others, residual = others
-        others += [given(residual).flatten(0, 2), None]
+        others.append(given(residual).flatten(0, 2))
     name = op.name.replace("conv", "gemm")
     multiply = next(row for row in products_of_rows.OPS if row.name == name)
     return Detour(multiply, (flat, *others), tuple(how), shape)
@@ -209,4 +209,4 @@ def _dense(kind: str, k_multiple: int) -> Op:
     )
 
 
-OPS = tuple(op for plain in products(_dense) for op in with_residual(plain, gates=False))
+OPS = tuple(op for plain in products(_dense) for op in with_residual(plain))

@@ -110,4 +110,4 @@ def _dense(kind: str, k_multiple: int) -> Op:
     )
 
 
-OPS = tuple(op for plain in products(_dense) for op in with_residual(plain, gates=True))
+OPS = tuple(op for plain in products(_dense) for op in with_residual(plain))
