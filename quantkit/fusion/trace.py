@@ -1,8 +1,10 @@
 """Recording the operators that a step calls, as a program."""
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+import quantkit.fusion
 from quantkit.fusion.program import Call, Layout, Program, Value
 
 #: Its argument is a tensor that Python made of numbers, not one of the model.
@@ -22,6 +25,8 @@ _EMPTY = frozenset({
     torch.ops.aten.empty_strided.default, torch.ops.aten.empty_permuted.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
 })  # fmt: skip
+#: Where no model's code is.
+_LIBRARIES = (torch.__path__[0], *quantkit.fusion.__path__)
 #: Reads a number off a tensor.
 _READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  an operator's name
 
@@ -106,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's i
         lasting = {self._storage_of[value] for value in (*self._constants, *self._inputs)}
         own = {self._storage_of[value] for value in self._literals}
         if self._written & (lasting - own):
-            self._refuse("it writes to a tensor that outlives the step")
+            self.reason = self.reason or "it writes to a tensor that outlives the step"
         written = frozenset(v for v, at in self._storage_of.items() if at in self._written)
         return Program(
             tuple(self._calls),
@@ -119,7 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's i
         )
 
     def _refuse(self, reason: str) -> None:
-        self.reason = self.reason or reason
+        self.reason = self.reason or f"{reason}{_place()}"
 
     def _record(self, func: Any, arguments: Any, keywords: Any, result: Any) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, arguments, keywords):
@@ -189,6 +194,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's i
             weak: Any = StorageWeakRef
             self._storages[key] = weak(storage), number
         return number
+
+
+def _place() -> str:
+    """Return the innermost line that is no library's, as " (file.py:12)"."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(_LIBRARIES):
+            return f" ({Path(frame.filename).name}:{frame.lineno})"
+    return ""
 
 
 def _given(func: Any, arguments: Sequence[Any], keywords: Any) -> Iterator[tuple[Any, Any]]:

@@ -28,10 +28,10 @@ def access_of(argument: Layout, result: Layout) -> Access | None:
         result: dense; a place is an element's address in it.
 
     Returns:
-        None where the result has gaps, or the argument does not broadcast.
+        None where the result is empty or has gaps, or the argument does not broadcast.
     """
     strides = broadcast(argument, result.shape)
-    if strides is None:
+    if strides is None or 0 in result.shape:
         return None
     dims = [
         (apart, Dim(size, stride))
