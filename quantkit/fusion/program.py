@@ -1,6 +1,6 @@
 """A step of a model as a list of operator calls, run without the model's Python."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -59,6 +59,13 @@ class Call:
         """As aten.add.Tensor."""
         return str(self.operator)
 
+    @property
+    def result(self) -> Value:
+        """Its only result."""
+        (result,) = self.results
+        assert result is not None
+        return result
+
     @cached_property
     def reads(self) -> tuple[Value, ...]:
         """Its tensors, each as often as it is given."""
@@ -97,15 +104,7 @@ class Program:
 
     def __post_init__(self) -> None:
         """Find where each value is read for the last time."""
-        kept = {*self.constants, *self.inputs, *values_in(self.output)}
-        last: dict[Value, int] = {}
-        for place, call in enumerate(self.calls):
-            last |= dict.fromkeys((*call.reads, *filter(None, call.results)), place)
-        freed: dict[int, list[Value]] = {}
-        for value, place in last.items():
-            if value not in kept:
-                freed.setdefault(place, []).append(value)
-        object.__setattr__(self, "_last", {p: tuple(found) for p, found in freed.items()})
+        object.__setattr__(self, "_last", self.last_uses([(call,) for call in self.calls]))
 
     def __str__(self) -> str:
         """Return a line for each call."""
@@ -114,6 +113,23 @@ class Program:
             f"({', '.join(map(_told, call.arguments))})"
             for call in self.calls
         )
+
+    def last_uses(self, calls: Iterable[Iterable[Call]]) -> dict[int, tuple[Value, ...]]:
+        """Return the values that nothing uses any more, by place.
+
+        Args:
+            calls: those of each place, which read and give values of the program.
+        """
+        last: dict[Value, int] = {}
+        for place, here in enumerate(calls):
+            for call in here:
+                last |= dict.fromkeys((*call.reads, *filter(None, call.results)), place)
+        kept = {*self.constants, *self.inputs, *values_in(self.output)}
+        found: dict[int, tuple[Value, ...]] = {}
+        for value, place in last.items():
+            if value not in kept:
+                found[place] = (*found.get(place, ()), value)
+        return found
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """Return what the step returns.

@@ -87,9 +87,7 @@ def _without_copies(program: Program) -> Program:
     for call in program.calls:
         source = _copied(call, program, views) if _lasts(call, program) else None
         if source is not None:
-            (result,) = call.results
-            assert result is not None
-            sources[result] = sources.get(source, source)
+            sources[call.result] = sources.get(source, source)
         elif not call.fresh and call.arguments and isinstance(call.arguments[0], Value):
             views |= dict.fromkeys(_results(call), call.arguments[0])
     return _reading(program, lambda value: sources.get(value, value))
@@ -105,9 +103,7 @@ def _copied(call: Call, program: Program, views: Mapping[Value, Value]) -> Value
         return None
     if not isinstance(source, Value) or source in program.written:
         return None
-    (result,) = call.results
-    assert result is not None
-    return source if program.layouts[source] == program.layouts[result] else None
+    return source if program.layouts[source] == program.layouts[call.result] else None
 
 
 def _rejoined(call: Call, program: Program, views: Mapping[Value, Value]) -> Value | None:
@@ -116,10 +112,9 @@ def _rejoined(call: Call, program: Program, views: Mapping[Value, Value]) -> Val
     Transformers of two streams split what they have joined at the end of each block.
     """
     (first, *others), axis = (*call.arguments, 0)[:2]
-    layouts, (result,) = program.layouts, call.results
-    assert result is not None
+    layouts = program.layouts
     whole = views.get(first)
-    while whole is not None and layouts[whole] != layouts[result]:
+    while whole is not None and layouts[whole] != layouts[call.result]:
         whole = views.get(whole)
     if whole is None:
         return None

@@ -16,7 +16,7 @@ from quantkit.device import log
 from quantkit.device.backends import forced, sums_are_fast
 from quantkit.device.log import KernelLog, note_again
 from quantkit.errors import KernelError
-from quantkit.fusion.checking import WrongKernelError, run_checked
+from quantkit.fusion.checking import WrongKernelError, is_near, run_checked
 from quantkit.fusion.fuse import fuse
 from quantkit.fusion.patterns.channels_last import laid_out, reads_pixels, with_picture_calls
 from quantkit.fusion.program import Program
@@ -28,8 +28,6 @@ _logger = logging.getLogger(__name__)
 
 #: What an argument may be that is no tensor.
 _VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
-#: Share of the largest number of an answer by which float16 and atomic sums may differ.
-_NEAR = 0.02
 #: Queues what it recorded, again.
 Launch = Callable[[], None]
 
@@ -150,16 +148,7 @@ class RecordedStep:
 def agree(found: Any, expected: Any) -> bool:
     """Tell whether two answers of a call are the same, but for sums in another order."""
     leaves = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
-    return all(_near(a, b) for a, b in leaves if isinstance(a, Tensor))
-
-
-def _near(a: Tensor, b: Tensor) -> bool:
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    a, b = a.float(), b.float()
-    return torch.allclose(
-        a, b, rtol=0, atol=_NEAR * float(b.abs().nan_to_num().amax()), equal_nan=True
-    )
+    return all(is_near(a, b) for a, b in leaves if isinstance(a, Tensor))
 
 
 def record(call: Callable[..., Any], inputs: Inputs, pool: Any) -> tuple[RecordedStep, Any]:

@@ -129,9 +129,7 @@ class _Pictures:
     def _takes(self, conv: Call, picture: Value, add: Call) -> bool:
         layouts = self.sources.program.layouts
         *_, w_scale, _, _, _, _, dtype = conv.arguments
-        (result,) = add.results
-        assert result is not None
-        mine, made = layouts[picture], layouts[result]
+        mine, made = layouts[picture], layouts[add.result]
         return (
             (mine.shape, mine.dtype, made.dtype) == (made.shape, dtype, dtype)
             and len(layouts[w_scale].shape) < 2

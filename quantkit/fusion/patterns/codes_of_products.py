@@ -95,17 +95,15 @@ class _Chains:
 
     def _is_whole(self, value: Value, gemm: Call) -> bool:
         """Tell whether a value is all of a product, row by row."""
-        layouts, (result,) = self.sources.program.layouts, gemm.results
-        assert result is not None
-        mine, whole = layouts[value], layouts[result]
+        layouts = self.sources.program.layouts
+        mine, whole = layouts[value], layouts[gemm.result]
         rows = mine.strides[-1] == 1 and mine.shape[-1] == whole.shape[-1]
         return rows and mine.numel == whole.numel and mine.offset == whole.offset
 
     def _are_halves(self, h: Value, g: Value, gemm: Call) -> bool:
         """Tell whether values are the left and the right columns of a product."""
-        layouts, (result,) = self.sources.program.layouts, gemm.results
-        assert result is not None
-        first, second, whole = layouts[h], layouts[g], layouts[result]
+        layouts = self.sources.program.layouts
+        first, second, whole = layouts[h], layouts[g], layouts[gemm.result]
         half = whole.shape[-1] // 2
         return (
             first.shape == second.shape

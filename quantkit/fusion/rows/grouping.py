@@ -151,7 +151,7 @@ class _Grouping:
     def _circles(self, calls: Sequence[int]) -> bool:
         """Tell whether something outside waits for these calls, and they wait for it."""
         mine, first = {*calls}, calls[0]
-        waiting, seen = [*self._needs(calls)], {*()}
+        waiting, seen = [*self._needs(calls)], set[Group]()
         while waiting:
             other = self._group_of[waiting.pop()]
             if other in seen or other.calls[-1] < first:

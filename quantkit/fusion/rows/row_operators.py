@@ -64,8 +64,7 @@ def places_of(call: Call, layouts: Mapping[Value, Layout]) -> int:
 
 
 def _elementwise(rows: Rows, call: Call) -> _Lowered:
-    (result,) = call.results
-    assert result is not None
+    result = call.result
     layout = rows.layout(result)
     if layout.dtype is torch.complex64:
         return rows, {result: _complex_product(rows, call, layout)}
@@ -92,8 +91,7 @@ def _complex_product(rows: Rows, call: Call, layout: Layout) -> Node:
 
 def _reduction(rows: Rows, call: Call) -> _Lowered:
     x, axes, *_ = call.arguments
-    (result,) = call.results
-    assert result is not None
+    result = call.result
     of, layout = rows.layout(x), rows.layout(result)
     if axes is None or not of.shape or call.keywords or layout.dtype not in FLOATS:
         raise NotARowError
@@ -178,8 +176,7 @@ def _scaled(node: Node, factor: float) -> Node:
 
 def _stack(rows: Rows, call: Call) -> _Lowered:
     tensors, axis = (*call.arguments, 0)[:2]
-    (result,) = call.results
-    assert result is not None
+    result = call.result
     layout = rows.layout(result)
     last = axis % len(layout.shape) == len(layout.shape) - 1
     if not last or len(tensors) != 2 or rows.level_of(layout) is not Level.FULL:
@@ -193,8 +190,7 @@ def _stack(rows: Rows, call: Call) -> _Lowered:
 
 def _concatenation(rows: Rows, call: Call) -> _Lowered:
     tensors, axis = (*call.arguments, 0)[:2]
-    (result,) = call.results
-    assert result is not None
+    result = call.result
     layout = rows.layout(result)
     last = axis % len(layout.shape) == len(layout.shape) - 1
     fits = layout.dtype in FLOATS and rows.level_of(layout) is Level.FULL
@@ -210,8 +206,7 @@ def _concatenation(rows: Rows, call: Call) -> _Lowered:
 
 def _quantize_static(rows: Rows, call: Call) -> _Lowered:
     x, smooth, scale, fmt = call.arguments
-    (result,) = call.results
-    assert result is not None
+    result = call.result
     node = _smoothed(rows, x, smooth, result)
     factor = rows.argument(scale, rows.layout(result), Level.FULL)
     if not isinstance(factor, Load):
