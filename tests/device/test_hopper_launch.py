@@ -6,6 +6,7 @@ test_hopper.py.
 
 import contextlib
 import ctypes
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,20 @@ from quantkit.device.gpu.launcher import prepare_launch
 from quantkit.device.gpu.objects import KernelObject
 from quantkit.device.gpu.tensor_maps import MAP_BYTES, encode_map
 from quantkit.device.hopper import hopper_geglu as hopper_gated
-from quantkit.device.hopper.hopper_gemm import TILES, Family, HopperKernel, arguments, plan_launch
+from quantkit.device.hopper.hopper_gemm import (
+    TILES,
+    Family,
+    HopperKernel,
+    Sums,
+    arguments,
+    plan_launch,
+)
 from quantkit.device.hopper.tensormap import TensorMap
-from quantkit.device.ops.op import Problem, Variant
+from quantkit.device.ops.op import Problem, Variant, WeightKind
 from quantkit.device.ops.table import OPS, find_op
 from quantkit.errors import KernelError
+from quantkit.resources import kernel_sources
+from tests.support.hopper_cases import kernel_of
 from tests.support.standin_memory import Keeper
 
 FUNCTION, STREAM = 0xF00D, 0x57A40
@@ -38,6 +48,7 @@ LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, *(ctypes.c_uint,) * 7, POINTER,
 WORDS = ("e4m3fn", "e5m2", "token", "tensor", "bf16")
 DENSE = HopperKernel(TILES["c128x128"])
 SPARSE = HopperKernel(TILES["c128x128"], sparse=True)
+ADDS = HopperKernel(TILES["c128x160"], adds=True)
 GATED = HopperKernel(hopper_gated.TILES["c256x96"], family=Family.GEGLU)
 GATED_SPARSE = HopperKernel(hopper_gated.TILES["c256x96"], sparse=True, family=Family.GEGLU)
 
@@ -131,6 +142,8 @@ def operands(kernel, m, n, k):
         w.append(torch.zeros(rows, k // 8, dtype=torch.uint8))
     x, y = torch.zeros(m, k, dtype=torch.uint8), torch.zeros(m, n, dtype=torch.float16)
     given = [x, torch.ones(m), *w, torch.ones(rows), torch.zeros(rows).half()]
+    if kernel.adds:
+        given.append(torch.zeros_like(y))
     return [*given, torch.ones(1), y.to(torch.uint8)] if kernel.gated else [*given, y]
 
 
@@ -165,7 +178,34 @@ def test_maps_are_encoded_as_the_driver_wants_them(cuda, shape, sparse, io):
             assert content.startswith(map_of(spec, 0x7F0012345670))
 
 
-@pytest.mark.parametrize("kernel", [DENSE, SPARSE, GATED, GATED_SPARSE], ids=lambda k: k.operation)
+SOURCES = [
+    *(DENSE, SPARSE, ADDS, GATED, GATED_SPARSE),
+    kernel_of(TILES["c128x160"], Sums.INT4, adds=True),
+    kernel_of(TILES["c128x128"], Sums.INT8, family=Family.CONV, adds=True),
+    kernel_of(TILES["c128x128"], Sums.ACCURATE, sparse=True, family=Family.CONV),
+    kernel_of(TILES["c128x128"], Sums.ACCURATE, family=Family.GELU, activation="tanh"),
+    *(
+        kernel_of(TILES["c128x96"], Sums.ACCURATE, family=family, io="f32")
+        for family in (Family.CODES, Family.VALUES, Family.HEADS)
+    ),
+    kernel_of(TILES["c128x96"], Sums.ACCURATE, sparse=True, family=Family.HEADS, io="f32"),
+]
+
+
+@pytest.mark.parametrize("kernel", SOURCES, ids=lambda k: k.symbol)
+def test_arguments_are_those_of_the_source(kernel):
+    source = (kernel_sources() / kernel.source).read_text(encoding="utf-8")
+    source = re.sub(r"QK_IF_RESIDUAL\(([^)]*)\)", r"\1" if kernel.adds else "", source)
+    behind = {WeightKind.SPARSE: "_meta", WeightKind.INT4: "_group"}.get(kernel.op.weights)
+    meta = rf"const u8* \1{behind}," if behind else ""
+    source = re.sub(r"QK_META_PARAMETER\((\w+)\)", meta, source)
+    parameters = re.search(r"QK_SYMBOL\(([^)]*)\)", source)[1].split(",")
+    assert tuple(text.split()[-1].lstrip("*") for text in parameters) == arguments(kernel)
+
+
+@pytest.mark.parametrize(
+    "kernel", [DENSE, SPARSE, ADDS, GATED, GATED_SPARSE], ids=lambda k: k.operation
+)
 def test_arguments_are_packed_as_the_kernel_declares_them(cuda, kernel):
     m, n, k = 300, 208, 640
     device, tensors = h200(cuda), operands(kernel, m, n, k)
@@ -183,7 +223,7 @@ def test_arguments_are_packed_as_the_kernel_declares_them(cuda, kernel):
     specs = dict(zip(maps, plan.maps, strict=True))
     for name, value, content in zip(names, cuda.values, cuda.maps, strict=True):
         if name in specs:
-            wanted = map_of(specs[name], by_name[name[0]].data_ptr())
+            wanted = map_of(specs[name], by_name[name.removesuffix("_map")].data_ptr())
             assert content.startswith(wanted), name
         elif name in numbers:
             assert struct.unpack("<q", value) == (numbers[name],), name
@@ -194,7 +234,8 @@ def test_arguments_are_packed_as_the_kernel_declares_them(cuda, kernel):
 
 def operand_names(kernel):
     meta, y = ["w_meta"] if kernel.sparse else [], ["y_scale", "y"] if kernel.gated else ["y"]
-    return ["x", "x_scale", "w", *meta, "w_scale", "bias", *y]
+    added = ["residual"] if kernel.adds else []
+    return ["x", "x_scale", "w", *meta, "w_scale", "bias", *added, *y]
 
 
 def test_a_missing_bias_is_null_and_rows_that_cannot_be_copied_have_an_empty_map(cuda):
