@@ -1,6 +1,6 @@
 """A step of a model as a list of operator calls, run without the model's Python."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -69,8 +69,7 @@ class Call:
     @cached_property
     def reads(self) -> tuple[Value, ...]:
         """Its tensors, each as often as it is given."""
-        leaves = pytree.tree_leaves((self.arguments, dict(self.keywords)))
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Value))
+        return tuple(given_values((*self.arguments, *self.keywords.values())))
 
     def make(self, tensors: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
         """Call the operator on the tensors of its values, and return those of its results."""
@@ -79,7 +78,8 @@ class Call:
             return replaced(argument, tensors.__getitem__)
 
         keywords = {name: fill(argument) for name, argument in self.keywords.items()}
-        answers = pytree.tree_leaves(self.operator(*map(fill, self.arguments), **keywords))
+        answer = self.operator(*map(fill, self.arguments), **keywords)
+        answers = [answer] if isinstance(answer, Tensor) else pytree.tree_leaves(answer)
         found = zip(self.results, answers, strict=True)
         return {value: tensor for value, tensor in found if value is not None}
 
@@ -99,12 +99,11 @@ class Program:
     #: constants that Python made of numbers in the step
     literals: frozenset[Value] = frozenset()
     layouts: Mapping[Value, Layout] = field(default_factory=dict, repr=False)
-    #: those that are read for the last time, by the place of the call
-    _last: Mapping[int, tuple[Value, ...]] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        """Find where each value is read for the last time."""
-        object.__setattr__(self, "_last", self.last_uses([(call,) for call in self.calls]))
+    @cached_property
+    def _last(self) -> Mapping[int, tuple[Value, ...]]:
+        """Values that are used for the last time, by the place of the call."""
+        return self.last_uses([(call,) for call in self.calls])
 
     def __str__(self) -> str:
         """Return a line for each call."""
@@ -150,12 +149,21 @@ def values_in(tree: Any) -> tuple[Value, ...]:
     return tuple(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value))
 
 
-def replaced(argument: Any, change: Callable[[Value], Any]) -> Any:
-    """Return an argument of a call with its values changed, also within lists."""
-    if isinstance(argument, Value):
+def given_values(arguments: Iterable[Any]) -> Iterator[Value]:
+    """Yield the values of a call's arguments, also within lists."""
+    for argument in arguments:
+        if isinstance(argument, Value):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from given_values(argument)
+
+
+def replaced(argument: Any, change: Callable[[Any], Any], kind: type = Value) -> Any:
+    """Return an argument of a call with its values, or tensors, changed, also within lists."""
+    if isinstance(argument, kind):
         return change(argument)
-    if isinstance(argument, list | tuple):
-        return type(argument)(replaced(one, change) for one in argument)
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(replaced(one, change, kind) for one in argument)
     return argument
 
 

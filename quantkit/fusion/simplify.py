@@ -223,7 +223,9 @@ def _reading(program: Program, change: Callable[[Value], Value]) -> Program:
 
 
 def _reading_call(call: Call, change: Callable[[Value], Value]) -> Call:
-    """Return a call that reads other values."""
+    """Return a call that reads other values; the same where it does not."""
+    if all(change(value) == value for value in call.reads):
+        return call
     return replace(
         call,
         arguments=replaced(call.arguments, change),

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 import quantkit.fusion
-from quantkit.fusion.program import Call, Layout, Program, Value
+from quantkit.fusion.program import Call, Layout, Program, Value, given_values, replaced
 
 #: Its argument is a tensor that Python made of numbers, not one of the model.
 _LITERAL = torch.ops.aten.lift_fresh.default
@@ -91,7 +91,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's i
         keywords = kwargs or {}
         if self._paused:
             return func(*args, **keywords)
-        values, named = pytree.tree_map_only(Tensor, self._value, (args, keywords))
+        values = replaced(args, self._value, Tensor)
+        named = {name: replaced(given, self._value, Tensor) for name, given in keywords.items()}
         result = func(*args, **keywords)
         self._record(func, values, named, result)
         return result
@@ -129,7 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's i
     def _record(self, func: Any, arguments: Any, keywords: Any, result: Any) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, arguments, keywords):
             self._refuse(f"{func} draws random numbers")
-        reads = [x for x in pytree.tree_leaves((arguments, keywords)) if isinstance(x, Value)]
+        reads = [*given_values((*arguments, *keywords.values()))]
         varies = any(value in self._varying for value in reads)
         if func is _READS_A_NUMBER:
             if varies:
@@ -139,7 +140,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's i
             self._literals.update(reads)
         written = _written_by(func, arguments, keywords)
         self._note_memory(func, [value for value in reads if value not in written], written)
-        leaves = pytree.tree_leaves(result)
+        leaves = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
         results = tuple(self._result(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves)
         fresh = not {self._storage_of[r] for r in results if r} & {
             self._storage_of[value] for value in reads

@@ -93,7 +93,8 @@ def test_a_packed_pipeline_draws_the_same_and_names_its_kernels(int8_dir):
     keep_prompts(pipe, wanted=False)
     draw(pipe)
     with log.record() as replayed:
-        assert is_near(torch.as_tensor(draw(pipe)), torch.as_tensor(wanted), share=0.1)
+        found = torch.as_tensor(draw(pipe)).float()
+    assert _distance(found, torch.as_tensor(wanted).float()) < 0.1 * found.var()
     assert _products(called) == _products(replayed) > 0
     assert any(op == "rows" for op, _, _ in replayed.calls)
     assert vars(pipe.unet)["forward"].replayed.eager == {}
