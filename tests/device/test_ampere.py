@@ -123,6 +123,8 @@ def test_its_kernels_agree_with_the_reference_on_a_later_card(ampere, op):
             problem, outputs = op.check(op, operands, options), op.outputs(operands, options)
             if op.why_not and op.why_not(op, problem.sizes):
                 continue
+            if variant.words[-1] == "m16" and problem.words[-1] == "m64":
+                continue  # a call of so many rows does not choose it
             nulls = [index for index, tensor in enumerate(operands) if tensor is None]
             call = Call(ampere, variant, problem.sizes, outputs, nulls)
             made = call(*(t if t is None else t.contiguous().cuda() for t in operands))
