@@ -310,8 +310,8 @@ _RDNA3 = replace(
     hides_scalar_writes=False,
     tile_speed=_GFX11_TILES,
     without=_GFX11_WITHOUT,
-    formats="INT8 is the fastest, then INT4; FP8 is widened to 16 bit, 4:2 saves bytes alone, and "
-    "attention stays in 16 bit",
+    formats="INT8 is the fastest, at the matrix rate of 16 bit, then INT4; FP8 is widened to 16 "
+    "bit, 4:2 saves bytes alone, and attention stays in 16 bit",
 )
 # 128x128 of widened FP8 codes and 2:4 weights takes 256 registers, and spills five, where the
 # compiler may not use more.
