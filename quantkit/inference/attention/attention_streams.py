@@ -1,9 +1,9 @@
 """Reimplemented attention processors of diffusers.
 
 A static scale belongs to a module, which the call of attention inside a processor does not know. So
-these few are reimplemented, for modules with scales, for heads in 16 bit that one kernel makes
-(``attention_wide``), and to skip a division in UNets (``attention_plain``). Everything else, such
-as norms that they do not know, is left to the original processor.
+these few are reimplemented, for modules with scales, and for heads in 16 bit that one kernel makes
+(``attention_wide``). Everything else, such as norms that they do not know, is left to the original
+processor.
 """
 
 import inspect
@@ -26,7 +26,6 @@ from quantkit.inference.attention.attention_heads import (
     computed,
     product_of_streams,
 )
-from quantkit.inference.attention.attention_plain import PlainAttention
 from quantkit.inference.attention.attention_wide import NORMS, WideAttention
 from quantkit.inference.attention.coded_projections import joint_of, joint_product
 from quantkit.inference.attention.head_factors import factors_of
@@ -63,20 +62,18 @@ def with_streams(processor_class: type, call: Any, settings: AttentionSettings |
 
 
 def is_reimplemented(processor_class: type) -> bool:
-    """Tell whether a processor of a packed model is reimplemented here, in 16 bit too."""
-    return processor_class.__name__ in _PROCESSORS
+    """Tell whether a processor of a packed model is reimplemented here in 16 bit."""
+    return processor_class.__name__ in _JOINT
 
 
 def _ways(
     processor: Any, attn: Any, settings: AttentionSettings | None
-) -> Iterator["_CodedAttention | WideAttention | PlainAttention"]:
+) -> Iterator["_CodedAttention | WideAttention"]:
     """Yield implementations that may compute a call, the fastest first."""
     if settings is not None and (found := scales_of(attn)) is not None:
         yield _CodedAttention(attn, settings, *found, type(processor).__name__ in _JOINT)
     if type(processor).__name__ in _JOINT:
         yield WideAttention(attn, processor, settings)
-    else:
-        yield PlainAttention(attn, settings)
 
 
 class _CodedAttention(NamedTuple):
@@ -168,7 +165,7 @@ _Own = _CodedAttention | WideAttention
 
 
 def _unet(
-    own: _CodedAttention | PlainAttention,
+    own: _CodedAttention,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
