@@ -79,10 +79,8 @@ class Streams:
 
     def codes(self, factors: HeadFactors) -> tuple[Tensor, ...]:
         """Return them as codes."""
-        scales = factors.scales
-        numbers = (scales.key_mean, factors.query, factors.key, scales.value_mean)
         made: tuple[Tensor, ...] = call(
-            OPS["stream_codes_fp8"], *self.operands, *numbers, scales.value_scale, *self.options
+            OPS["stream_codes_fp8"], *self.operands, *factors, *self.options
         )
         return made
 
@@ -97,11 +95,11 @@ def calls_of(streams: Streams) -> dict[str, Callable[[], Tensor]]:
     given = streams.heads()
     q, k, v = (t.permute(2, 0, 1, 3).flatten(1, 2) for t in given)
     factors = head_factors(measured_scales(q, k, v), d, "e4m3fn")
-    scales, codes = factors.scales, streams.codes(factors)
+    codes = streams.codes(factors)
 
     def attend(made: tuple[Tensor, ...]) -> Tensor:
         sizes = (t1 + t2, h, d, "e4m3fn", torch.float16)
-        numbers = (None, None, scales.value_scale, scales.value_mean)
+        numbers = (None, None, factors.value_scale, factors.value_mean)
         y: Tensor = call(OPS["attention_fp8"], *made, *numbers, *sizes)
         return y
 

@@ -143,13 +143,16 @@ def _with_columns(t: Tensor, value: float = 0) -> Tensor:
 
 
 class HeadFactors(NamedTuple):
-    """Factors and means that quantize heads to codes, float32."""
+    """Factors and means that quantize heads to codes, float32; D is a multiple of 16."""
 
-    #: columns up to a multiple of 16
-    scales: AttentionScales
+    #: (H, D), taken off keys
+    key_mean: Tensor
     #: (H,), of queries and of keys
     query: Tensor
     key: Tensor
+    #: (H, D), taken off values, and of their codes
+    value_mean: Tensor
+    value_scale: Tensor
 
 
 def head_factors(
@@ -163,11 +166,19 @@ def head_factors(
         qk_format: e4m3fn or int8, whose scales are those of each call's numbers.
         scale: of q k'; None: 1 / sqrt(columns).
     """
-    wide, tau = with_padding(scales), score_factor(columns, scale)
-    if qk_format == E4M3FN.name:
-        return HeadFactors(wide, *unit_factors(wide.query_range, wide.key_range, tau))
-    ones = torch.ones_like(wide.query_range)
-    return HeadFactors(wide, tau * ones, ones)
+    return factors_of_scales(scales, qk_format, score_factor(columns, scale))
+
+
+def factors_of_scales(scales: AttentionScales, qk_format: str, tau: float) -> HeadFactors:
+    """Return the same, of a factor ``tau`` of products."""
+    wide = with_padding(scales)
+    one = torch.ones_like(wide.query_range)
+    q, k = (
+        unit_factors(wide.query_range, wide.key_range, tau)
+        if qk_format == E4M3FN.name
+        else (tau * one, one)
+    )
+    return HeadFactors(wide.key_mean, q, k, wide.value_mean, wide.value_scale)
 
 
 def unit_factors(q_range: Tensor, k_range: Tensor, tau: float) -> tuple[Tensor, Tensor]:
@@ -179,7 +190,9 @@ def unit_factors(q_range: Tensor, k_range: Tensor, tau: float) -> tuple[Tensor, 
         tau: what a product is multiplied by, positive.
     """
     largest = E4M3FN.max
-    a = torch.minimum((tau * k_range / q_range).sqrt(), largest / q_range)
+    # torch's float32 root is not rounded to nearest on every CPU; that of float64 is near enough.
+    even = (tau * k_range / q_range).double().sqrt().float()
+    a = torch.minimum(even, largest / q_range)
     b = torch.minimum(tau / a, largest / k_range)
     return a, b
 

@@ -424,7 +424,7 @@ _FAMILIES = {
     "norms": ("group_partials", "group_norm", "group_norm_codes"),
     "attention": (
         *("attention", "attention_f16", "attention_codes"),
-        *("head_codes", "stream_codes", "joint_heads"),
+        *("head_codes", "stream_codes", "joint_heads", "head_partials", "head_factors"),
         *("value_codes", "value_codes_f16"),
     ),
     # Observers are no part of a step.

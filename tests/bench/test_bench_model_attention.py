@@ -48,11 +48,13 @@ def test_contenders_run_with_attention_and_without(unet_dir):
     calls = {name: row.calls for name, row in rows.items()}
     assert calls["f16"] == {}
     codes = {"head_codes_int8 host": 2 * modules, "value_codes_fp8 host": modules}
-    assert calls["f16-int8-attention"] == {"attention_int8 host": modules, **codes}
+    scales = {"head_partials host": modules, "head_factors_int8 host": modules}
+    assert calls["f16-int8-attention"] == {"attention_int8 host": modules, **scales, **codes}
     # Queries of the picture and keys of the text are not as many.
     own = modules // 2
     codes = {"stream_codes_fp8 host": own, "head_codes_fp8 host": modules}
-    mine = {"attention_fp8 host": modules, "value_codes_fp8 host": own, **codes}
+    scales = {"head_partials host": modules, "head_factors_fp8 host": modules}
+    mine = {"attention_fp8 host": modules, "value_codes_fp8 host": own, **scales, **codes}
     assert calls["fp8-e4m3fn-attention"] == {**mine, **calls["fp8"]}
     assert 0 < rows["f16-int8-attention"].error < rows["f16-e4m3fn-attention"].error < 0.03
     # Weights are shared, and no less than the others'.

@@ -184,7 +184,7 @@ def test_factors_of_heads_are_those_of_each_head(fmt, scale, columns):
         wanted = unit_factors(given.query_range, given.key_range, tau)
     assert torch.equal(found.query, wanted[0])
     assert torch.equal(found.key, wanted[1])
-    wide = [found.scales.key_mean, found.scales.value_scale, found.scales.value_mean]
+    wide = [found.key_mean, found.value_scale, found.value_mean]
     for part, value, rest in zip(wide, (3, 5, 7), (0, 1, 0), strict=True):
         row = [value] * columns + [rest] * (32 - columns)
         assert part.tolist() == [row] * HEADS

@@ -115,6 +115,8 @@ COSTS: Mapping[str, Cost] = {
     "value_codes_f16": Cost(ATTENTION, 10),
     "stream_codes": Cost(ATTENTION, 30),
     "joint_heads": Cost(ATTENTION, 20),
+    "head_partials": Cost(ATTENTION, 5, summed=True),
+    "head_factors": Cost(ATTENTION, 4, summed=True),
     "quantize_static": Cost(SMALL, 20),
     "quantize_token": Cost(SMALL, 24, summed=True),
     "group_partials": Cost(NORMS, 4, summed=True),

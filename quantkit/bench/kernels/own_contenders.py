@@ -19,7 +19,7 @@ from quantkit.device.ops.op import Op
 from quantkit.device.ops.table import name_for
 from quantkit.device.torch_operators import OPERATORS
 from quantkit.inference.attention.attention_call import AttentionSettings, attend
-from quantkit.inference.attention.attention_heads import Shape, product_of_streams, stream_of
+from quantkit.inference.attention.attention_heads import product_of_streams, stream_of
 from quantkit.models.attention_modules import AttentionCall, Heads
 from quantkit.numerics.attention_factors import head_factors
 
@@ -78,14 +78,14 @@ def _linear(problem: LinearProblem, *, static: bool) -> PreparedCall:
 
 def _static_attention(problem: AttentionProblem) -> PreparedCall:
     _operator(problem)
-    shape = Shape(problem.shape.heads, problem.shape.head_size)
+    shape = problem.shape
     # A packed model keeps what follows from its scales.
     factors = head_factors(problem.scales, shape.head_size, problem.qk_format)
 
     def attend_on_codes(*heads: torch.Tensor) -> object:
-        stream = stream_of(Heads(*heads))
-        scales, fmt = problem.scales, problem.qk_format
-        return product_of_streams([stream], shape, scales, fmt, factors=factors).wide()
+        stream, rows = stream_of(Heads(*heads))
+        product = product_of_streams([stream], rows, factors, problem.qk_format)
+        return product.of_pictures(shape.heads).wide()
 
     return PreparedCall(attend_on_codes, (problem.q, problem.k, problem.v))
 

@@ -18,7 +18,10 @@ GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("quantkit products", rf"{_OURS}((gemm|conv|geglu)_({_WORDS}|w4a8|w16)|project_)"),
         ("quantize", rf"{_OURS}quantize_({_WORDS})"),
         ("norms", rf"{_OURS}group_(norm|partials)"),
-        ("attention", rf"{_OURS}(attention|(head|value|stream)_codes|joint_heads)"),
+        (
+            "attention",
+            rf"{_OURS}(attention|(head|value|stream)_(codes|partials|factors)|joint_heads)",
+        ),
         ("norms", r"^triton_.*norm|(layer|group)_?norm|rowwise_?moments|rms_?norm|welford"),
         ("elementwise and copies", r"^triton_(poi|red|per)"),
         ("attention", r"flash|fmha|attention|softmax"),

@@ -111,7 +111,7 @@ class _Coded:
             made = attention_codes(*rows, scale=self.scale, qk_format=qk, scales=self.scales)
             return made.q, made.k, made.q_scale, made.k_scale
         factors = head_factors(self.scales, q.shape[3], qk, self.scale)
-        sides = ((q, None, factors.query, 1), (k, factors.scales.key_mean, factors.key, KEYS))
+        sides = ((q, None, factors.query, 1), (k, factors.key_mean, factors.key, KEYS))
         (qc, *q_scale), (kc, *k_scale) = (
             _head_codes(qk, t, mean, factor, group) for t, mean, factor, group in sides
         )

@@ -3,6 +3,7 @@
 from quantkit.device.ops.attention import (
     attention_codes,
     coded_attention,
+    head_measures,
     heads,
     joint_heads,
     joint_projections,
@@ -27,6 +28,7 @@ OPS: dict[str, Op] = {
         coded_attention.OPS,
         attention_codes.OPS,
         heads.OPS,
+        head_measures.OPS,
         joint_heads.OPS,
         stream_codes.OPS,
         projections.OPS,

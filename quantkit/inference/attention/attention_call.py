@@ -11,9 +11,13 @@ from quantkit.device.choosing import choose, why_on_request
 from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import attention_for
 from quantkit.errors import InputError
-from quantkit.inference.attention.attention_heads import Shape, product_of_streams, stream_of
+from quantkit.inference.attention.attention_heads import (
+    measured_factors,
+    product_of_streams,
+    stream_of,
+)
 from quantkit.models.attention_modules import AttentionCall, Heads
-from quantkit.numerics.attention_factors import measured_scales, padded
+from quantkit.numerics.attention_factors import padded, score_factor
 from quantkit.numerics.attention_formats import PV_FORMATS, QK_FORMATS
 from quantkit.numerics.attention_limits import takes_heads
 from quantkit.numerics.formats import E4M3FN
@@ -54,17 +58,13 @@ def attend(settings: AttentionSettings, heads: Heads, call: AttentionCall) -> Te
     """
     if call.more or why_not(settings, heads):
         return None
-    scales = measured_scales(*(t.flatten(0, 1) for t in heads))
-    shape = Shape(heads.q.shape[1], heads.q.shape[3])
-    product = product_of_streams(
-        [stream_of(heads)],
-        shape,
-        scales,
-        settings.qk_format,
-        scale=call.scale,
-        pv=settings.pv,
-    )
-    return product.wide().transpose(1, 2)
+    tau = score_factor(heads.q.shape[3], call.scale)
+    if tau <= 0:
+        return None
+    stream, shape = stream_of(heads)
+    factors = measured_factors(stream, shape, settings.qk_format, tau)
+    product = product_of_streams([stream], shape, factors, settings.qk_format, pv=settings.pv)
+    return product.of_pictures(heads.q.shape[1]).wide().transpose(1, 2)
 
 
 def why_not(settings: AttentionSettings, heads: Heads) -> str:

@@ -29,6 +29,11 @@ class HeadProduct(NamedTuple):
     #: of probabilities and values: e4m3fn; None: float16
     pv: str | None = E4M3FN.name
 
+    def of_pictures(self, heads: int) -> "HeadProduct":
+        """Return the same of pictures with so many heads."""
+        keys, _, *others = self.options
+        return self._replace(options=(keys, heads, *others))
+
     def wide(self) -> Tensor:
         """Return the result in 16 bit, (B, T, H, D)."""
         y: Tensor = OPERATORS[attention_for(self._qk_format, self.pv)](

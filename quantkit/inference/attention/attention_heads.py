@@ -15,8 +15,7 @@ from quantkit.inference.attention.attention_ends import HeadProduct
 from quantkit.inference.layers.modules import is_watched
 from quantkit.inference.layers.prompts import is_plain
 from quantkit.models.attention_modules import Heads
-from quantkit.numerics.attention_factors import KEYS, HeadFactors, head_factors
-from quantkit.numerics.attention_scales import AttentionScales
+from quantkit.numerics.attention_factors import KEYS, HeadFactors
 from quantkit.numerics.formats import E4M3FN, INT8
 
 _Part = TypeVar("_Part")
@@ -64,44 +63,62 @@ class Shape(NamedTuple):
     head_size: int
 
 
-def stream_of(heads: Heads) -> Stream:
-    """Return heads (B, H, N, D) as a stream; nothing is copied where tokens lie in rows."""
-    q, k, v = (Projection(t.transpose(1, 2).flatten(2)) for t in heads)
-    return Stream(q, k, v)
+def stream_of(heads: Heads) -> tuple[Stream, Shape]:
+    """Return heads (B, H, N, D) as a stream, and what a picture of it has.
+
+    Nothing is copied where tokens lie in rows. Where heads do, each is a picture.
+    """
+    if all(t.is_contiguous() for t in heads):
+        q, k, v = (Projection(t.flatten(0, 1)) for t in heads)
+        return Stream(q, k, v), Shape(1, heads.q.shape[3])
+    # What lies between others is copied once, not by every operation.
+    q, k, v = (Projection(t.transpose(1, 2).flatten(2).contiguous()) for t in heads)
+    return Stream(q, k, v), Shape(heads.q.shape[1], heads.q.shape[3])
+
+
+def measured_factors(stream: Stream, shape: Shape, qk_format: str, tau: float) -> HeadFactors:
+    """Return the factors of these very numbers, of all pictures' heads.
+
+    Args:
+        stream: of projections without norms.
+        shape: that a kernel takes.
+        qk_format: e4m3fn or int8.
+        tau: what products of queries and keys are multiplied by.
+    """
+    parts = [computed(part) for part in (stream.q, stream.k, stream.v)]
+    measured = OPERATORS["head_partials"](
+        *(part.x for part in parts), [part.column for part in parts], *shape
+    )
+    make = OPERATORS[name_for("head_factors", qk_format)]
+    return HeadFactors(*make(*measured, parts[1].x.shape[1], tau))
 
 
 def product_of_streams(
     streams: Sequence[Stream],
     shape: Shape,
-    scales: AttentionScales,
+    factors: HeadFactors,
     qk_format: str,
     *,
-    scale: float | None = None,
     rotation: Rotation | None = None,
     pv: str | None = E4M3FN.name,
-    factors: HeadFactors | None = None,
 ) -> HeadProduct:
     """Return attention over the tokens of one stream, or of two, concatenated.
 
     Args:
         streams: one or two.
         shape: that a kernel takes.
-        scales: of S heads; row n of all pictures' heads has n % S.
+        factors: of S heads; row n of all pictures' heads has n % S.
         qk_format: e4m3fn or int8.
-        scale: of q k'; None: 1 / sqrt(D).
         rotation: of all tokens.
         pv: of probabilities and values: e4m3fn; None: float16.
-        factors: that follow from ``scales`` and ``scale``; None: they are made.
 
     Returns:
         what is left to be computed, in the dtype of the projections.
     """
-    made = factors or head_factors(scales, shape.head_size, qk_format, scale)
-    qc, kc, vc, q_scale, k_scale = _codes(streams, shape, made, (qk_format, pv), rotation)
+    qc, kc, vc, q_scale, k_scale = _codes(streams, shape, factors, (qk_format, pv), rotation)
     keys = sum(s.k.x.shape[1] for s in streams)
-    factors_of_values = (made.scales.value_scale, made.scales.value_mean)
     return HeadProduct(
-        (qc, kc, vc, q_scale, k_scale, *factors_of_values),
+        (qc, kc, vc, q_scale, k_scale, factors.value_scale, factors.value_mean),
         (keys, *shape, qk_format, streams[0].q.x.dtype),
         pv,
     )
@@ -134,12 +151,11 @@ def _codes(
         streams = [s._replace(q=computed(s.q), k=computed(s.k), v=computed(s.v)) for s in streams]
         if (together := _in_one_launch(streams, shape, made, rotation)) is not None:
             return together
-    means = made.scales.key_mean
     q = _Side([s.q for s in streams], [s.norm_q for s in streams], None, made.query, 1)
-    k = _Side([s.k for s in streams], [s.norm_k for s in streams], means, made.key, KEYS)
+    k = _Side([s.k for s in streams], [s.norm_k for s in streams], made.key_mean, made.key, KEYS)
     qc, q_scale = _head_codes(q, shape, qk_format, rotation)
     kc, k_scale = _head_codes(k, shape, qk_format, rotation)
-    vc = _value_codes([s.v for s in streams], shape, made.scales, pv)
+    vc = _value_codes([s.v for s in streams], shape, made, pv)
     return _Codes(qc, kc, vc, q_scale, k_scale)
 
 
@@ -158,12 +174,11 @@ def _in_one_launch(
     weights = [None if norm is None else norm.weight for norm in found]
     nowhere = [Projection(x)] * 3
     cos, sin = rotation or (None, None)
-    scales = made.scales
     q, k, v = OPERATORS[name_for("stream_codes", E4M3FN.name)](
         *(part.x for part in first),
         *((None,) * 3 if second is None else (part.x for part in second)),
         *weights, *(None,) * (4 - len(weights)), cos, sin,
-        scales.key_mean, made.query, made.key, scales.value_mean, scales.value_scale,
+        *made,
         [part.column for part in (*first, *(second or nowhere))], *shape,
         max([0.0, *(norm.eps for norm in found if norm is not None)]),
         "none" if rotation is None else "pairs",
@@ -208,11 +223,11 @@ def _head_codes(
     side: _Side, shape: Shape, qk_format: str, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return codes, and the scales of int8 ones."""
-    if rotation is None and qk_format == E4M3FN.name and not any(side.norms):
+    plain = rotation is None and qk_format == E4M3FN.name and not any(side.norms)
+    if plain and (part := _coding(side.parts, "project_codes")):
         mean = None if side.mean is None else side.mean[:, : shape.head_size].flatten()
         factor = side.factor.repeat_interleave(shape.head_size)
-        if (codes := _projected(side.parts, "project_codes", shape, mean, factor)) is not None:
-            return codes, None
+        return _projected(part, "project_codes", shape, mean, factor), None
     norms = _norms_of(side.norms)
     first, second = _pair(
         [
@@ -232,35 +247,38 @@ def _head_codes(
     return made if isinstance(made, tuple) else (made, None)
 
 
-def _value_codes(
-    parts: Sequence[Part], shape: Shape, scales: AttentionScales, pv: str | None
-) -> Tensor:
+def _value_codes(parts: Sequence[Part], shape: Shape, made: HeadFactors, pv: str | None) -> Tensor:
     """Return values in e4m3fn or float16, transposed."""
     if pv is None:
-        return _transposed("value_codes_f16", parts, shape, scales)
-    size = shape.head_size
-    mean, scale = (t[:, :size].flatten() for t in (scales.value_mean, scales.value_scale))
-    if (codes := _projected(parts, "project_values", shape, mean, 1 / scale)) is not None:
-        return codes
-    return _transposed(name_for("value_codes", pv), parts, shape, scales)
+        return _transposed("value_codes_f16", parts, shape, made)
+    if part := _coding(parts, "project_values"):
+        size = shape.head_size
+        mean, scale = (t[:, :size].flatten() for t in (made.value_mean, made.value_scale))
+        return _projected(part, "project_values", shape, mean, 1 / scale)
+    return _transposed(name_for("value_codes", pv), parts, shape, made)
 
 
-def _transposed(name: str, parts: Sequence[Part], shape: Shape, scales: AttentionScales) -> Tensor:
+def _transposed(name: str, parts: Sequence[Part], shape: Shape, made: HeadFactors) -> Tensor:
     first, second = _pair([computed(part) for part in parts])
     y: Tensor = OPERATORS[name](
-        first.x, None if second is None else second.x, scales.value_mean, scales.value_scale,
+        first.x, None if second is None else second.x, made.value_mean, made.value_scale,
         first.column, 0 if second is None else second.column, *shape,
     )  # fmt: skip
     return y
 
 
-def _projected(
-    parts: Sequence[Part], family: str, shape: Shape, mean: Tensor | None, factor: Tensor
-) -> Tensor | None:
-    """Return the codes of a projection that writes codes; None for others."""
+def _coding(parts: Sequence[Part], family: str) -> Pending | None:
+    """Return the one projection where it writes codes; None for others."""
     part = parts[0]
     if len(parts) > 1 or not isinstance(part, Pending) or not _ends_in_codes(part, family):
         return None
+    return part
+
+
+def _projected(
+    part: Pending, family: str, shape: Shape, mean: Tensor | None, factor: Tensor
+) -> Tensor:
+    """Return the codes that a projection writes."""
     layer: Any = part.layer
     codes: Tensor = layer.head_codes(part.x, family, shape.heads, mean, factor)
     return codes

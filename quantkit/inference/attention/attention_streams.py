@@ -149,14 +149,14 @@ class _CodedAttention(NamedTuple):
                 return None
         shape = Shape(self.scales.heads, self.scales.head_size)
         rotation = None if rotary is None else Rotation(*(t.to(x.device).float() for t in rotary))
+        qk_format = self.settings.qk_format
         product = product_of_streams(
             streams,
             shape,
-            self.scales,
-            self.settings.qk_format,
+            factors_of(self.module, self.scales, qk_format),
+            qk_format,
             rotation=rotation,
             pv=self.settings.pv,
-            factors=factors_of(self.module, self.scales, self.settings.qk_format),
         )
         return product.read_by(reader)
 

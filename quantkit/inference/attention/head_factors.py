@@ -51,8 +51,8 @@ def fix_factors(module: Any, scales: AttentionScales, qk_format: str) -> None:
     vars(getattr(module, CHILD)).setdefault(_FIXED, {})[qk_format] = made
 
 
-def factors_of(module: Any, scales: AttentionScales, qk_format: str) -> HeadFactors | None:
-    """Return the factors that quantize a module's heads; None where a call is traced.
+def factors_of(module: Any, scales: AttentionScales, qk_format: str) -> HeadFactors:
+    """Return the factors that quantize a module's heads; made anew where a call is traced.
 
     Args:
         module: of attention, with ``scales``.
@@ -61,9 +61,9 @@ def factors_of(module: Any, scales: AttentionScales, qk_format: str) -> HeadFact
     """
     child = getattr(module, CHILD)
     if torch.compiler.is_compiling():
-        return None
+        return head_factors(scales, scales.head_size, qk_format)
     if not is_plain_call(scales.key_mean):
         fixed: dict[str, HeadFactors] = vars(child).get(_FIXED, {})
-        return fixed.get(qk_format)
+        return fixed.get(qk_format) or head_factors(scales, scales.head_size, qk_format)
     kept: FactorCache = vars(child).setdefault(_KEPT, FactorCache())
     return kept.find(scales, qk_format)
