@@ -21,6 +21,9 @@ using Mma = qk::HalfMma<kIo>;
 using Loop = qk::WeightOnlyLoop<kTokenBlocks, QK_THREADS, Mma, QK_W_FORMAT, kIo>;
 // A multiprocessor of 64 K registers holds so many blocks that memory always has something to do.
 constexpr int kBlocks = kTokenBlocks == 1 && !Loop::Codes::kGroupScales ? 3 : 1;
+// Of a SIMD. 64 tokens and q8_0 leave registers for no more: with 1024 a lane, RDNA3's compiler
+// spills some when it tries.
+constexpr int kWaves = kTokenBlocks > 1 && QK_W_FORMAT == QK_Q8_0 ? 4 : 16;
 
 static_assert(Loop::kLdsBytes == QK_LDS_BYTES, "launch.json states the LDS");
 
@@ -53,7 +56,7 @@ QK_DEVICE void write(const Ends& ends, const typename Loop::Accumulators& acc, i
   }
 }
 
-QK_KERNEL_SHARING(QK_THREADS, kBlocks)
+QK_KERNEL_SHARING(QK_THREADS, kBlocks, kWaves)
 QK_SYMBOL(const qk::u8* x, const qk::u8* w, const qk::u8* w_group, const void* w_scale,
           const void* bias, void* y, int m, int n, int k, int channels) {
   QK_SHARED(lds, Loop::kLdsBytes);

@@ -140,7 +140,7 @@ QK_DEVICE void quantize(const typename Run::Memory* x, const Input& input, float
 
 // Three blocks are 24 waves of 80 registers; with two, large inputs took a tenth longer on an H200.
 // Smoothing needs more registers.
-QK_KERNEL_SHARING(kThreads, Input::kPlain ? 3 : 2)
+QK_KERNEL_SHARING(kThreads, Input::kPlain ? 3 : 2, 16)
 QK_SYMBOL(const void* x, const float* smooth, float* scale, qk::u8* q, int m, int k) {
   QK_SHARED(lds, kLdsBytes);
   qk::start();

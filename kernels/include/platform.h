@@ -23,8 +23,8 @@ constexpr int kWave = 32;
 #define QK_JOIN_(a, b) a##b
 #define QK_JOIN(a, b) QK_JOIN_(a, b)
 
-// QK_KERNEL_SHARING: `blocks` of the kernel shall fit a multiprocessor at once, where the compiler
-// has to be told.
+// QK_KERNEL_SHARING: `blocks` of the kernel shall fit a multiprocessor at once, and `waves` a SIMD
+// at most, where the compiler has to be told.
 
 // A kernel's blocks may start before the kernel ahead of it in the stream has ended, on NVIDIA from
 // compute capability 9.0 on (programmatic dependent launch): the launch and what a block does

@@ -9,7 +9,13 @@ static_assert(__has_builtin(__builtin_amdgcn_ballot_w32), "kernels take waves of
 #define QK_DEVICE __attribute__((device, always_inline)) inline
 #define QK_KERNEL(threads) \
   extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
-#define QK_KERNEL_SHARING(threads, blocks) QK_KERNEL(threads)
+#if defined(__GFX11__)
+#  define QK_KERNEL_SHARING(threads, blocks, waves)                                  \
+    extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads), \
+                              amdgpu_waves_per_eu((threads) / 64, waves))) void
+#else
+#  define QK_KERNEL_SHARING(threads, blocks, waves) QK_KERNEL(threads)
+#endif
 #define QK_SHARED(name, bytes) __attribute__((shared, aligned(16))) static qk::u8 name[bytes]
 
 #include "platform_device.h"

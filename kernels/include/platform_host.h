@@ -9,7 +9,7 @@
 #define QK_UNROLL_CHUNKS
 #define QK_NO_UNROLL
 #define QK_KERNEL(threads) static void
-#define QK_KERNEL_SHARING(threads, blocks) static void
+#define QK_KERNEL_SHARING(threads, blocks, waves) static void
 #define QK_SHARED(name, bytes) qk::u8* const name = qk::host::shared_memory(bytes)
 #define QK_HOST_ENTRY(threads, lds_bytes)                                                   \
   extern "C" int QK_JOIN(QK_SYMBOL, _launch)(const unsigned grid[3], void* const* args,     \

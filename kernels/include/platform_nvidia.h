@@ -3,7 +3,7 @@
 
 #define QK_DEVICE __device__ __forceinline__
 #define QK_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
-#define QK_KERNEL_SHARING(threads, blocks) \
+#define QK_KERNEL_SHARING(threads, blocks, waves) \
   extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define QK_SHARED(name, bytes) __shared__ __align__(16) qk::u8 name[bytes]
 
@@ -116,7 +116,7 @@ QK_DEVICE u32 bfloats_of(f32 low, f32 high) {
 }
 #if __CUDA_ARCH__ >= 890
 /// The two e4m3fn codes in the low half of a word as f16, exactly; NaN stays NaN.
-#define QK_WIDENS_PAIRS 1
+#  define QK_WIDENS_PAIRS 1
 QK_DEVICE u32 halves_of_e4m3fn(u32 codes) {
   u32 pair;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<u16>(codes)));
@@ -125,7 +125,7 @@ QK_DEVICE u32 halves_of_e4m3fn(u32 codes) {
 
 /// Two values as FP8 codes, clamped and rounded to nearest even, the first one lowest; NaN becomes
 /// NaN.
-#define QK_ENCODES_PAIRS 1
+#  define QK_ENCODES_PAIRS 1
 QK_DEVICE u32 encode_pair_e4m3fn(f32 low, f32 high) {
   u16 pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));

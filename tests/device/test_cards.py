@@ -12,6 +12,7 @@ from quantkit.cli.doctor_command import doctor
 from quantkit.cli.recipes_command import recipes
 from quantkit.device import compilers
 from quantkit.device.aot import object_build
+from quantkit.device.aot.check import check_folder
 from quantkit.device.aot.object_build import build
 from quantkit.device.archs import ARCHS, Toolchain, arch_of_device
 from quantkit.device.gpu import objects, selftest
@@ -204,6 +205,17 @@ def test_objects_say_what_they_run_on(tmp_path, target):
     assert (flags & 0xFF, flags >> 24) == FLAGS[target]
     # ELF's ABI version: 4 is code object v6, which generic ones take.
     assert content[8] == 4
+
+
+@pytest.mark.parametrize("io", ["f16", "bf16"])
+def test_what_fills_all_registers_does_not_spill(tmp_path, io):
+    """It spilled 1 and 29 registers where the compiler tried for more waves than fit."""
+    need(compilers.clang)
+    need(compilers.objdump)
+    build("gfx11-generic", tmp_path / "objects", [Variant(OPS["gemm_w16"], (io, "q8_0", "m64"))])
+    (finding,) = check_folder(tmp_path / "objects").findings
+    assert not finding.problems
+    assert finding.kernel.vgprs > 250
 
 
 @pytest.mark.parametrize("lanes", ["--offload-arch=gfx942", "--offload-arch=gfx906"])
