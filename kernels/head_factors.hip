@@ -13,8 +13,8 @@
 // q_amax    f32 [n, m, k / 8]                 partials  f32 [n, 2, m, 3, k]
 // k_mean, v_mean, v_scale  f32 [n, D], D = k up to a multiple of 16: 0, 0 and 1 from column k on
 // q_factor, k_factor       f32 [n]
-// m chunks, n rows of heads, k columns of a head, a multiple of 8 and at most 160; tau are the bits
-// of a float32; base pointers 16-byte aligned.
+// m chunks, 32 at most, n rows of heads, k columns of a head, a multiple of 8 and at most 160; tau
+// are the bits of a float32; base pointers 16-byte aligned.
 //
 // float32, every operation rounded by itself; square root and quotients to nearest.
 //
@@ -26,7 +26,7 @@
 namespace {
 
 constexpr int kSlots = 8, kSides = 2, kNumbers = 3;  // waves of a side; keys, values
-constexpr int kTurns = 4;                            // chunks whose loads are under way
+constexpr int kTurns = 4;                            // chunks of a wave, at most
 constexpr int kQuad = 4, kMostColumns = 160, kWhole = 16, kRun = 8;
 constexpr int kSideThreads = QK_THREADS / kSides, kWaves = QK_THREADS / qk::kWave;
 constexpr int kSlotBytes = kMostColumns * 4, kNumberBytes = kSlots * kSlotBytes;
@@ -66,18 +66,17 @@ struct Columns {
 QK_DEVICE void merge_chunks(const float* row, int chunks, int k, int slot, qk::u8* lds) {
   const int lane = qk::thread_index() % qk::kWave;
   for (int column = lane * kQuad; column < k; column += qk::kWave * kQuad) {
+    Quad quads[kTurns][kNumbers];
+    QK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
+      const int chunk = slot + turn * kSlots;
+      QK_UNROLL for (int i = 0; i < kNumbers; ++i) {
+        if (chunk < chunks)
+          quads[turn][i] = qk::load<Quad>(row + (chunk * kNumbers + i) * k + column);
+      }
+    }
     Columns columns;
-    for (int chunk = slot; chunk < chunks; chunk += kTurns * kSlots) {
-      Quad quads[kTurns][kNumbers];
-      QK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
-        const int at = chunk + turn * kSlots;
-        QK_UNROLL for (int i = 0; i < kNumbers; ++i) {
-          if (at < chunks) quads[turn][i] = qk::load<Quad>(row + (at * kNumbers + i) * k + column);
-        }
-      }
-      QK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
-        if (chunk + turn * kSlots < chunks) columns.add(quads[turn]);
-      }
+    QK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
+      if (slot + turn * kSlots < chunks) columns.add(quads[turn]);
     }
     qk::u8* const to = lds + slot * kSlotBytes + 4 * column;
     qk::store(to, columns.sum);

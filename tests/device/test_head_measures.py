@@ -173,6 +173,27 @@ def test_infinities_of_both_signs_are_no_number():
     assert_near(measure(operands, (0, 0, 0), HEADS, 16), [t.double() for t in wanted])
 
 
+def test_a_range_of_keys_that_overflows_gives_what_torch_gives():
+    """Its quotient by that of infinite queries is no number, and so are both factors."""
+    operands = draw((16, 3, 3), torch.float32)
+    operands[0][0, 0, 5] = torch.inf
+    operands[1][0, :, 5] = torch.tensor([-3.4e38, 3.4e38, -3.4e38])
+    rows = [rows_of(x, HEADS) for x in operands]
+    scales = measured_scales(*rows)
+    assert scales.key_range.isinf().sum() == scales.key_mean.isfinite().all() == 1
+    wanted = head_factors(scales, 16, E4M3FN.name)
+    assert wanted.query.isnan().sum() == wanted.key.isnan().sum() == 1
+    assert_near(measure(operands, (0, 0, 0), HEADS, 16), [t.double() for t in wanted])
+
+
+@pytest.mark.parametrize("token", [0, 999])
+def test_the_largest_query_is_found_wherever_it_is(token):
+    """32 chunks of 20 runs are more than a block has threads."""
+    operands = draw((160, 1000, 3))
+    operands[0][0, token, 159] = 60000
+    assert_near(measure(operands, (0, 0, 0), HEADS, 160), exact(operands, HEADS))
+
+
 def test_the_largest_float16_overflows_no_sum():
     operands = [torch.full((1, 3000, 16), 65504.0).half() for _ in range(3)]
     operands[2][:, ::2] *= -1
