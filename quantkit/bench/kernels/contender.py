@@ -136,12 +136,16 @@ def tensors(values: object) -> tuple[Tensor, ...]:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Return the largest error over the rms of the expected result; NaN where one is NaN."""
+    """Return the largest error over the rms of what is finite in the expected result.
+
+    NaN where one is NaN. Infinities are expected where a chunk has no numbers.
+    """
     if found.shape != expected.shape:
         return float("nan")
-    right = expected.double()
-    rms = right.square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-    return float((found.double() - right).abs().max() / rms)
+    right, mine = expected.double(), found.double()
+    rms = right.where(right.isfinite(), 0).square().mean().sqrt()
+    error = torch.where(mine == right, 0, mine - right).abs().max()
+    return float(error / rms.clamp(min=torch.finfo(torch.float32).tiny))
 
 
 def differing(codes: Tensor, expected: Tensor) -> float:
