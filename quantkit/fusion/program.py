@@ -60,6 +60,11 @@ class Call:
         return str(self.operator)
 
     @property
+    def is_view(self) -> bool:
+        """True when its results lie in memory that it is given."""
+        return not self.fresh and not self.writes
+
+    @property
     def result(self) -> Value:
         """Its only result."""
         (result,) = self.results

@@ -35,7 +35,7 @@ def simplify(program: Program) -> Program:
 
 def _out_of_place(program: Program) -> Program:
     """Give a result of its own to what writes to a tensor that no view shares."""
-    viewed = {v for call in program.calls if not call.fresh and not call.writes for v in call.reads}
+    viewed = {v for call in program.calls if call.is_view for v in call.reads}
     own = {v for call in program.calls if call.fresh and not call.writes for v in _results(call)}
     owned = own - viewed
     last: dict[Value, Value] = {}

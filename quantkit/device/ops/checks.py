@@ -204,14 +204,19 @@ def _check_group_scale(op: str, scale: Tensor, n: int, k: int) -> None:
 
 
 def eps_bits(op: str, eps: float) -> int:
-    """Return the bits of a float32: kernels take no other numbers than integers.
+    """Return the bits of what is added to a variance.
 
     Raises:
-        KernelError: what is added to a variance is negative, or 1 or more.
+        KernelError: it is negative, or 1 or more.
     """
     if not 0 <= eps < 1:
         raise KernelError(f"{op}: eps {eps}, expected 0 or more and less than 1")
-    bits: int = struct.unpack("<i", struct.pack("<f", eps))[0]
+    return float_bits(eps)
+
+
+def float_bits(number: float) -> int:
+    """Return the bits of a float32: kernels take no other numbers than integers."""
+    bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
     return bits
 
 

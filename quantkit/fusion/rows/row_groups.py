@@ -65,12 +65,8 @@ def _read_outside(
             read |= {load.value for load in Schedule(tuple(rows.nodes.values())).loads}
         else:
             kept = (program.calls[place] for place in one.calls)
-            read |= {value for call in kept if not _is_view(call) for value in call.reads}
+            read |= {value for call in kept if not call.is_view for value in call.reads}
     for call in reversed(program.calls):
-        if _is_view(call) and not read.isdisjoint(filter(None, call.results)):
+        if call.is_view and not read.isdisjoint(filter(None, call.results)):
             read |= {*call.reads}
     return frozenset(read)
-
-
-def _is_view(call: Call) -> bool:
-    return not call.fresh and not call.writes

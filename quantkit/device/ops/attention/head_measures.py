@@ -2,14 +2,14 @@
 
 # ruff: noqa: PLR0917  operands stand in the order of the kernel arguments
 
-import struct
 from math import isfinite
 
 import torch
 from torch import Tensor
 
+from quantkit.device.ops.attention.heads import check_projection
 from quantkit.device.ops.axes import IO, K, M, N, format_axis
-from quantkit.device.ops.checks import IO_DTYPES, check_device, expect, given, io_word
+from quantkit.device.ops.checks import IO_DTYPES, check_device, expect, float_bits, given, io_word
 from quantkit.device.ops.op import (
     Argument,
     Budget,
@@ -115,7 +115,8 @@ def _check_partials(op: Op, operands: Operands, options: Options) -> Problem:
             f"multiple of {_ALIGNED} up to {LARGEST_HEAD}, from {len(_PLACES)} columns on"
         )
     for name, x, column in zip("qkv", (q, k, v), columns, strict=True):
-        _check_projection(op.name, f"x_{name}", x, q, (column, heads * d))
+        check_projection(op.name, f"x_{name}", x, q, column, heads * d)
+        check_device(op.name, f"x_{name}", x, q)
     if k.shape[1] < 1 or v.shape[1] != k.shape[1]:
         raise ShapeError(
             f"{op.name}: {k.shape[1]} keys and {v.shape[1]} values, expected one or more of both"
@@ -127,21 +128,6 @@ def _check_partials(op: Op, operands: Operands, options: Options) -> Problem:
         **dict(zip(_PLACES, columns, strict=True)), "heads": heads,
     }  # fmt: skip
     return Problem((word,), numbers)
-
-
-def _check_projection(op: str, name: str, x: Tensor, q: Tensor, place: tuple[int, int]) -> None:
-    column, width = place
-    if x.ndim != 3 or x.shape[0] != q.shape[0] or x.dtype != q.dtype:
-        raise ShapeError(
-            f"{op}: {name} is {x.dtype} of shape {tuple(x.shape)}, expected {q.dtype} "
-            f"({q.shape[0]}, tokens, columns)"
-        )
-    if x.shape[2] % _ALIGNED or column % _ALIGNED or not 0 <= column <= x.shape[2] - width:
-        raise ShapeError(
-            f"{op}: heads at columns {column} to {column + width} of the {x.shape[2]} of {name}, "
-            f"expected columns that it has, by {_ALIGNED}"
-        )
-    check_device(op, name, x, q)
 
 
 def _check_factors(op: Op, operands: Operands, options: Options) -> Problem:
@@ -164,11 +150,10 @@ def _check_factors(op: Op, operands: Operands, options: Options) -> Problem:
 
 
 def _bits(op: str, tau: float) -> int:
-    """Return the bits of a float32: kernels take no other numbers than integers."""
+    """Return the bits of a factor of scores."""
     if not (isfinite(tau) and tau > 0):
         raise KernelError(f"{op}: tau {tau}, expected a positive number")
-    bits: int = struct.unpack("<i", struct.pack("<f", tau))[0]
-    return bits
+    return float_bits(tau)
 
 
 def _partial_shapes(operands: Operands, options: Options) -> tuple[Output, ...]:
@@ -220,7 +205,7 @@ def _projection(name: str, tokens: str) -> Argument:
     return Argument(f"x_{name}", "io", f"[n // heads, {tokens}, {name}_pitch]")
 
 
-_CHUNKS = f"ceil_div(m, {32} * ceil_div(m, {1024}))"
+_CHUNKS = "ceil_div(m, 32 * ceil_div(m, 1024))"
 _WIDTH = f"ceil_div(k, {COLUMNS}) * {COLUMNS}"
 _NUMBERS = tuple(
     Argument(name, "i32")

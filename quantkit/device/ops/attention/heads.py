@@ -87,7 +87,7 @@ def _check_streams(
     places = (("first", first, streams.first_column), ("second", second, streams.second_column))
     for name, x, column in places:
         if x is not None:
-            _check_stream(op, name, x, first, column, heads * d)
+            check_projection(op, name, x, first, column, heads * d)
     scales = numbers.shape[0] if numbers.ndim else 0
     if streams.rows and (scales < 1 or streams.rows % scales):
         raise ShapeError(f"{op}: numbers of {scales} heads, expected a divisor of {streams.rows}")
@@ -96,7 +96,8 @@ def _check_streams(
     return word, scales
 
 
-def _check_stream(op: str, name: str, x: Tensor, first: Tensor, column: int, width: int) -> None:
+def check_projection(op: str, name: str, x: Tensor, first: Tensor, column: int, width: int) -> None:
+    """Refuse a projection unlike the first, or without columns for heads of a width in all."""
     if x.ndim != 3 or x.shape[0] != first.shape[0] or x.dtype != first.dtype:
         raise ShapeError(
             f"{op}: {name} is {x.dtype} of shape {tuple(x.shape)}, expected {first.dtype} "
