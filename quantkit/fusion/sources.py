@@ -94,8 +94,16 @@ class Sources:
         """Return the tensor that an argument is a view of, or what else it is."""
         return self.bases.get(value, value)
 
+    def maker_for(self, value: Any, reader: Call) -> Call | None:
+        """Return the call whose very result one call alone reads, not a view of it."""
+        maker = self.only_maker(value, reader)
+        return maker if maker is not None and value in maker.results else None
+
     def only_maker(self, value: Any, reader: Call) -> Call | None:
-        """Return the call that made what one call alone reads; None: others read it, too."""
+        """Return the call that made what one call alone reads, perhaps through a view.
+
+        None where others read it, too.
+        """
         base = self.base(value)
         if base in values_in(self.program.output) or self.readers.get(base) != [reader]:
             return None

@@ -170,6 +170,14 @@ OTHERS = {
         functional.group_norm(x.float(), 4, torch.ones(C), None).half()
     ),
     "a view in between": lambda x, conv, normed: conv(normed(x).transpose(2, 3)),
+    "a view before silu": lambda x, conv, normed: conv(
+        functional.silu(normed(x).flatten(2)).unflatten(2, x.shape[2:])
+    ),
+    "a turned sum": lambda x, conv, normed: conv(normed((x + x[:, :, :1, :1]).transpose(2, 3))),
+    "pixels are added": lambda x, conv, normed: (
+        conv(x).permute(0, 2, 3, 1) + x.permute(0, 2, 3, 1)
+    ).permute(0, 3, 1, 2),
+    "a turned product": lambda x, conv, normed: conv(x).transpose(2, 3) + x.transpose(2, 3),
     "weighted sum": lambda x, conv, normed: torch.add(x, conv(x), alpha=2),
     "a number is added": lambda x, conv, normed: conv(normed(x + 1.5)),
     "a picture of one": lambda x, conv, normed: conv(x) + x[:1],

@@ -24,8 +24,9 @@ from torch.utils import _pytree as pytree
 from quantkit.device.backends import Backend
 from quantkit.device.choosing import choose
 from quantkit.device.ops.checks import IO_DTYPES
-from quantkit.device.ops.table import OPS, name_for
+from quantkit.device.ops.table import OPS
 from quantkit.device.torch_operators import OVERLOADS
+from quantkit.fusion.patterns.codes_of_products import QUANTIZE
 from quantkit.fusion.patterns.picture_operators import PictureNorm, SummedConvolution
 from quantkit.fusion.program import Call, Layout, Program, Value
 from quantkit.fusion.rows.access import Access, Dim, is_identity, merged
@@ -40,7 +41,6 @@ _LAST = torch.channels_last
 _CONVOLUTIONS = {
     OVERLOADS[op.name]: f"{op.name}_residual" for op in OPS.values() if op.family == "conv"
 }
-_QUANTIZE = {OVERLOADS[name_for("quantize_static", fmt)] for fmt in ("e4m3fn", "int8")}
 _GROUP_NORM, _SILU = _ATEN.native_group_norm.default, _ATEN.silu.default
 _ADD = _ATEN.add.Tensor
 
@@ -91,7 +91,7 @@ class _Pictures:
         """Return the call in the place of another, which may be itself."""
         if call.writes or not self.sources.program.written.isdisjoint(call.results):
             return call
-        if call.operator in _QUANTIZE:
+        if call.operator in QUANTIZE:
             return self._codes(call) or call
         if call.operator is _SILU:
             return self._activated(call) or call
@@ -104,7 +104,7 @@ class _Pictures:
 
     def _activated(self, call: Call) -> Call | None:
         """Return the norm with its activation; None where no norm is before it."""
-        maker = self.sources.only_maker(call.arguments[0], call)
+        maker = self.sources.maker_for(call.arguments[0], call)
         return self._normed(maker, call, "silu")
 
     def _codes(self, call: Call) -> Call | None:
@@ -112,7 +112,7 @@ class _Pictures:
         x, smooth, scale, fmt = call.arguments
         last, activation = self._maker_of_pixels(x, call), ""
         if last is not None and last.operator is _SILU:
-            last, activation = self.sources.only_maker(last.arguments[0], last), "silu"
+            last, activation = self.sources.maker_for(last.arguments[0], last), "silu"
         return self._normed(last, call, activation, (smooth, scale), fmt)
 
     def _added(self, call: Call) -> Call | None:
@@ -137,11 +137,16 @@ class _Pictures:
         )
 
     def _maker_of_picture(self, picture: Value, reader: Call) -> Call | None:
-        """Return the convolution of ours whose result a picture is, perhaps copied."""
-        maker = self.sources.only_maker(picture, reader)
-        if maker is not None and maker.operator is _ATEN.clone.default:
-            maker = self.sources.only_maker(maker.arguments[0], maker)
-        return maker if maker is not None and maker.operator in _CONVOLUTIONS else None
+        """Return the convolution of ours whose pixels a picture has, perhaps copied."""
+        copy = self.sources.maker_for(picture, reader)
+        if copy is not None and copy.operator is _ATEN.clone.default:
+            picture, reader = copy.arguments[0], copy
+        conv = self.sources.only_maker(picture, reader)
+        if conv is None or conv.operator not in _CONVOLUTIONS:
+            return None
+        layouts = self.sources.program.layouts
+        mine, pixels = layouts[picture], layouts[conv.result]
+        return conv if len(mine.shape) == 4 and _pixels(mine) == pixels else None
 
     def _maker_of_pixels(self, rows: Value, reader: Call) -> Call | None:
         """Return the call that made a picture whose pixels are rows that one call alone reads."""
@@ -203,7 +208,7 @@ class _Pictures:
 
     def _sum(self, x: Value, norm: Call) -> tuple[Value, Value | None]:
         """Return a picture and what is added to all of its pixels: an embedding of time."""
-        layouts, maker = self.sources.program.layouts, self.sources.only_maker(x, norm)
+        layouts, maker = self.sources.program.layouts, self.sources.maker_for(x, norm)
         if maker is None or maker.operator is not _ADD or maker.keywords:
             return x, None
         for picture, added in (maker.arguments, maker.arguments[::-1]):

@@ -22,7 +22,8 @@ from quantkit.fusion.sources import Sources
 from quantkit.numerics.formats import find_format
 
 _ATEN = torch.ops.aten
-_QUANTIZE = {OVERLOADS[name_for("quantize_static", fmt)] for fmt in ("e4m3fn", "int8")}
+#: Quantizations of static scales, by one operator for the formats of a kind.
+QUANTIZE = {OVERLOADS[name_for("quantize_static", fmt)] for fmt in ("e4m3fn", "int8")}
 _GEMMS = {OVERLOADS[op.name]: op for op in OPS.values() if op.family == "gemm"}
 
 
@@ -39,7 +40,7 @@ class _Chains:
 
     def rewritten(self, call: Call) -> Call | None:
         """Return the product that gives the codes of a quantization; None: there is none."""
-        if call.operator not in _QUANTIZE:
+        if call.operator not in QUANTIZE:
             return None
         x, smooth, scale, fmt = call.arguments
         last = self.sources.only_maker(x, call)
