@@ -7,6 +7,7 @@ from quantkit.cli.console import echo, print_json, print_table
 if TYPE_CHECKING:
     from quantkit.device.aot.check import Finding, Report
     from quantkit.device.aot.k_loop import Loop
+    from quantkit.device.aot.whole_block import WholeBlock
 
 _COLUMNS = ("kernel", "VGPRs", "waves/SIMD", "spills", "LDS", "matrix instructions", "verdict")
 _LOOP_COLUMNS = (
@@ -20,10 +21,19 @@ _LOOP_COLUMNS = (
     "LDS allows",
     "with latency",
 )
+#: K of which whole blocks are shown: a narrow and a wide layer of SDXL.
+_KS = (640, 1280)
+_BLOCK_COLUMNS = (
+    "block of",
+    "others per pass",
+    "others beside",
+    *(f"K = {k}" for k in _KS),
+    "code",
+)
 
 
 def print_reports(reports: "list[Report]", *, as_json: bool) -> None:
-    """Print two tables per folder: resources of each object, and instructions of its K loop."""
+    """Print tables per folder: resources of each object, its K loop, and a whole block."""
     if as_json:
         print_json([_report_json(report) for report in reports])
         return
@@ -33,6 +43,9 @@ def print_reports(reports: "list[Report]", *, as_json: bool) -> None:
         loops = [_loop_row(f, f.loop) for f in report.findings if f.loop]
         if loops:
             print_table("Share of the matrix peak, per pass of a wave", _LOOP_COLUMNS, loops)
+        blocks = [_block_row(f, f.block) for f in report.findings if f.block]
+        if blocks:
+            print_table("Share of the matrix peak, per block", _BLOCK_COLUMNS, blocks)
         failed = sum(bool(finding.problems) for finding in report.findings)
         echo(f"{report.manifest.target}: {len(rows)} kernels, {failed} with problems")
 
@@ -68,6 +81,22 @@ def _loop_row(finding: "Finding", loop: "Loop") -> tuple[object, ...]:
     )
 
 
+def _block_row(finding: "Finding", block: "WholeBlock") -> tuple[object, ...]:
+    shares = (f"{block.share(k):.0%}" for k in _KS)
+    size = f"{finding.code_bytes / 1024:.1f} KB"
+    return (finding.kernel.symbol, block.others, round(block.rest), *shares, size)
+
+
+def _block_json(block: "WholeBlock") -> dict[str, Any]:
+    return {
+        "step": block.step,
+        "busy_cycles": block.busy,
+        "other_cycles": block.others,
+        "cycles_beside": block.rest,
+        "share": {str(k): block.share(k) for k in _KS},
+    }
+
+
 def _loop_json(finding: "Finding", loop: "Loop") -> dict[str, Any]:
     return {
         "issued": loop.issued,
@@ -95,6 +124,8 @@ def _report_json(report: "Report") -> dict[str, Any]:
                 "lds_bytes": finding.kernel.lds_bytes,
                 "matrix_instructions": finding.instructions,
                 "loop": _loop_json(finding, finding.loop) if finding.loop else None,
+                "code_bytes": finding.code_bytes,
+                "block": _block_json(finding.block) if finding.block else None,
                 "problems": list(finding.problems),
             }
             for finding in report.findings

@@ -24,6 +24,7 @@ from quantkit.device.aot.hazards import unwaited_reads
 from quantkit.device.aot.k_loop import Loop, find_loop, find_shortest_loop
 from quantkit.device.aot.lane_masks import masked_matrix_instructions
 from quantkit.device.aot.manifest import Manifest, ManifestArgument, ManifestKernel, read_manifest
+from quantkit.device.aot.whole_block import WholeBlock, find_block
 from quantkit.device.archs import Arch, Toolchain, find_arch
 from quantkit.device.compilers import CLANG_MINIMUM, objdump
 from quantkit.device.geometry import tile_named
@@ -50,6 +51,10 @@ class Finding:
     loop: Loop | None
     #: of the matrix peak, with latencies: from, to; None where a pass is no straight code
     latency_share: tuple[float, float] | None
+    #: of tiled products
+    block: WholeBlock | None
+    #: bytes of code
+    code_bytes: int
     problems: tuple[str, ...]
 
 
@@ -101,7 +106,9 @@ def _check_object(path: Path, kernel: ManifestKernel, arch: Arch, tool: str) -> 
         resources = _read_resources(content, kernel.symbol, arch)
         text = _disassemble(path, tool) if tool else ""
     except (ArtefactError, ValueError) as error:
-        return Finding(kernel, 0, {}, None, None, (f"{kernel.file} cannot be read: {error}",))
+        return Finding(
+            kernel, 0, {}, None, None, None, 0, (f"{kernel.file} cannot be read: {error}",)
+        )
     code = read_code(text, kernel.symbol)
     counts = _count(text) if tool else count_matrix_instructions(content, kernel.symbol)
     problems = (
@@ -116,7 +123,9 @@ def _check_object(path: Path, kernel: ManifestKernel, arch: Arch, tool: str) -> 
     occupancy = arch.register_file.occupancy(resources.vgprs, resources.lds, kernel.block)
     loop = _loop_of(code, kernel, arch)
     share = _latency_share(loop, occupancy, kernel.block)
-    return Finding(kernel, occupancy, dict(counts), loop, share, problems)
+    block = _block_of(code, loop, kernel)
+    size = code[-1].address - code[0].address if code else 0
+    return Finding(kernel, occupancy, dict(counts), loop, share, block, size, problems)
 
 
 def _read_resources(content: bytes, symbol: str, arch: Arch) -> Resources:
@@ -148,6 +157,13 @@ def _loop_of(code: Sequence[Instruction], kernel: ManifestKernel, arch: Arch) ->
         return None
     work = tile.m * tile.n * tile.k // (tile.block // 32)
     return find_loop(code, work, arch.matrix_unit)
+
+
+def _block_of(
+    code: Sequence[Instruction], loop: Loop | None, kernel: ManifestKernel
+) -> WholeBlock | None:
+    tile = tile_named(kernel.choices.get("tile", ""))
+    return find_block(code, loop, tile.k) if loop and tile else None
 
 
 def _latency_share(loop: Loop | None, occupancy: int, block: int) -> tuple[float, float] | None:

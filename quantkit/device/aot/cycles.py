@@ -43,6 +43,13 @@ _PASSES, _SETTLED = 16, 4
 _WAIT = re.compile(r"s_wait_(loadcnt_ds|load|ds)cnt")
 
 
+def issue_cycles(instruction: Instruction) -> int:
+    """Return the cycles that an instruction takes of the others' time; none of a matrix one's."""
+    if instruction.kind == "matrix":
+        return 0
+    return _SLOW_CYCLES if _SLOW.match(instruction.mnemonic) else 1
+
+
 @dataclass(frozen=True)
 class Residents:
     """The waves that a compute unit holds at once."""

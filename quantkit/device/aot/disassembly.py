@@ -128,7 +128,7 @@ def states_before(
     before, todo = ({0: start}, [0]) if code else ({}, [])
     while todo:
         place = todo.pop()
-        for follower, taken in _followers(code, places, place):
+        for follower, taken in followers(code, places, place):
             after = step(before[place], code[place], taken)
             if follower in before:
                 after = meet(before[follower], after)
@@ -138,9 +138,14 @@ def states_before(
     return before
 
 
-def _followers(
+def followers(
     code: Sequence[Instruction], places: dict[int, int], place: int
 ) -> Iterator[tuple[int, bool]]:
+    """Yield the places that may be executed after one, and whether its branch is taken then.
+
+    Args:
+        places: address -> place in ``code``.
+    """
     instruction = code[place]
     # A branch out of the kernel ends it.
     if instruction.target in places:

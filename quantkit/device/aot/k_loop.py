@@ -29,6 +29,9 @@ class Loop:
     unit: MatrixUnit
     #: the pass; empty where a part of it is a loop of its own
     code: tuple[Instruction, ...] = field(default=(), repr=False)
+    #: addresses of its first and last instruction
+    first: int = 0
+    last: int = 0
 
     @property
     def matrix(self) -> int:
@@ -84,7 +87,8 @@ def find_loop(code: Sequence[Instruction], work: int, unit: MatrixUnit) -> Loop 
         issued[instruction.kind] += count
         lds += count * lds_bytes(instruction.mnemonic)
         busy += count * _busy(instruction, unit)
-    return Loop(dict(issued), lds, busy, unit, whole.code if turns == 1 else ())
+    pass_code = whole.code if turns == 1 else ()
+    return Loop(dict(issued), lds, busy, unit, pass_code, whole.first, whole.last)
 
 
 def find_shortest_loop(code: Sequence[Instruction], unit: MatrixUnit) -> Loop | None:
@@ -100,7 +104,7 @@ def find_shortest_loop(code: Sequence[Instruction], unit: MatrixUnit) -> Loop | 
     issued = Counter(instruction.kind for instruction in shortest.code)
     lds = sum(lds_bytes(i.mnemonic) for i in shortest.code)
     busy = sum(_busy(i, unit) for i in shortest.code)
-    return Loop(dict(issued), lds, busy, unit, shortest.code)
+    return Loop(dict(issued), lds, busy, unit, shortest.code, shortest.first, shortest.last)
 
 
 def lds_bytes(mnemonic: str) -> int:
@@ -121,13 +125,20 @@ class _Span:
     def matrix(self) -> int:
         return sum(i.kind == "matrix" for i in self.code)
 
+    @property
+    def first(self) -> int:
+        return self.code[0].address
+
+    @property
+    def last(self) -> int:
+        return self.code[-1].address
+
     def around(self, spans: Sequence["_Span"]) -> list["_Span"]:
         """Return those that hold this one."""
-        first, last = self.code[0].address, self.code[-1].address
         return [
             span
             for span in spans
-            if span != self and span.code[0].address <= first and span.code[-1].address >= last
+            if span != self and span.first <= self.first and span.last >= self.last
         ]
 
 
