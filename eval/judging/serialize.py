@@ -35,7 +35,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
 
 def gates_json(gates: tuple[Gate, ...]) -> list[dict[str, Any]]:
     """Return the gates as JSON values."""
-    return [plain(gate) | {"passed": gate.passed, "wanted": gate.expected} for gate in gates]
+    return [plain(gate) | {"passed": gate.passed, "expected": gate.expected} for gate in gates]
 
 
 def pictures_json(pictures: PictureKinds) -> dict[str, Any]:

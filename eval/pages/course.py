@@ -73,7 +73,7 @@ class CoursePage:
 
     def show(self, look: Look) -> None:
         """Take the pictures of a look."""
-        pictures, expected = _pixels(look.found), _pixels(look.wanted)
+        pictures, expected = _pixels(look.found), _pixels(look.expected)
         names = picture_names(len(look.prompts))
         comparison = compare(Pairs(names, expected, pictures, look.prompts), Backbones())
         self._prompts = look.prompts

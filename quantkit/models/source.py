@@ -256,21 +256,21 @@ class Weights:
     has_plain: bool
 
 
-def find_weights(path: Path, library: str, class_name: str, wanted: str | None) -> Weights:
+def find_weights(path: Path, library: str, class_name: str, named: str | None) -> Weights:
     """Return the files of the given variant; else the plain ones, else those of the only one.
 
     Args:
         path: a component's directory.
         library: of its class, as model_index.json has it.
         class_name: what loads it.
-        wanted: the variant; None: the plain one.
+        named: the variant; None: the plain one.
 
     Raises:
         ModelError: as ``weight_files``; several variants, a damaged index, a missing shard.
     """
     files = weight_files(path, library, class_name)
-    if wanted is not None and wanted in files:
-        variant = wanted
+    if named is not None and named in files:
+        variant = named
     elif "" in files:
         variant = ""
     elif len(files) == 1:

@@ -78,7 +78,7 @@ def choose_masks(
         inputs = LayerInputs.of(component, calibration, surgeon, update=update)
         chosen = masks.setdefault(component.name, {})
         title = f"masks of {component.name or component.class_name}"
-        for layer in tracked(progress, title, wanted_layers(component, recipe)):
+        for layer in tracked(progress, title, sparse_layers(component, recipe)):
             with surgery_threads(layer.k) if surgeon else one_torch_thread():
                 decision, mask = _decide(component, layer, rule, pattern, inputs)
             decisions.append(decision)
@@ -147,7 +147,7 @@ class LayerInputs:
         return per_column(pooled.second_moment[0], layer.area)
 
 
-def wanted_layers(component: Component, recipe: Recipe) -> list[Layer]:
+def sparse_layers(component: Component, recipe: Recipe) -> list[Layer]:
     """Return the layers that are packed and to be sparse, whether they can be or not."""
     return [
         layer

@@ -13,7 +13,7 @@ from quantkit.progress import Progress, Tell, silent, unheard
 from quantkit.recipe.schema import Recipe
 from quantkit.recovery.fake_quant import plan_quants
 from quantkit.recovery.recovered_model import refuse_outputs
-from quantkit.sparsity.choose import choose_masks, wanted_layers
+from quantkit.sparsity.choose import choose_masks, sparse_layers
 from quantkit.sparsity.maskfile import MaskSet
 from quantkit.storage.files import scratch_directory
 from quantkit.workflow.arguments import (
@@ -142,7 +142,7 @@ def _kept(component: Component, recipe: Recipe, masks: MaskSet | None, method: s
         return set(masks.of(component))
     if method == "obs" and recipe.sparsity is not None:
         pattern = parse_pattern(recipe.sparsity.pattern)
-        expected = wanted_layers(component, recipe)
+        expected = sparse_layers(component, recipe)
         return {layer.name for layer in expected if dense_reason(layer, pattern) is None}
     return set()
 

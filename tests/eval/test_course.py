@@ -80,7 +80,7 @@ def test_the_page_is_one_that_force_may_replace(page, tmp_path):
 def test_a_student_that_broke_is_shown(page, tmp_path, value):
     broken = look(5, 0.1)
     found = np.full_like(broken.found, value)
-    page.show(Look(5, broken.prompts, found, broken.wanted, ValidationScore("SSIM", np.nan)))
+    page.show(Look(5, broken.prompts, found, broken.expected, ValidationScore("SSIM", np.nan)))
     page.follow(point(5, 1.0))
     assert "Recovering: SSIM not a number at step 5." in text_of(tmp_path)
 

@@ -150,7 +150,7 @@ CHANGES = [
 def test_what_changes_is_computed_again(model, change):
     change(model)
     found = [model[0](model.pixels, model.prompt) for _ in range(3)]
-    keep_prompts(model, wanted=False)
+    keep_prompts(model, enabled=False)
     wanted = model[0](model.pixels, model.prompt)
     assert wanted.shape != model.wanted.shape or not torch.equal(wanted.float(), model.wanted)
     assert all(torch.equal(y, wanted) for y in found)
@@ -265,7 +265,7 @@ def test_only_what_reads_the_prompt_keeps():
 
 @torch.no_grad()
 def test_it_is_switched_off_and_on(model, computed):
-    assert keep_prompts(model, wanted=False) == 2
+    assert keep_prompts(model, enabled=False) == 2
     model[0](model.pixels, model.prompt)
     assert computed == ["to_q", "to_k", "to_v"]
     assert keep_prompts(model) == 2
@@ -282,7 +282,7 @@ def test_joined_projections_keep_theirs(model, computed):
     assert all(torch.equal(model[0].to_kv(model.prompt), apart) for _ in range(4))
     assert computed == ["to_kv"] * 2
     other = attention()
-    keep_prompts(other, wanted=False)
+    keep_prompts(other, enabled=False)
     fuse_projections(other[0])
     assert other[0].to_kv.kept is None
 
@@ -333,7 +333,7 @@ def test_pictures_are_the_same_to_the_bit(folder, computed):
     kept = [draw(pipe, **options) for options in calls]
     # Of three steps the first two compute: a result is kept when its embedding comes again.
     assert len(computed) == layers * 2 * len(calls)
-    keep_prompts(pipe, wanted=False)
+    keep_prompts(pipe, enabled=False)
     computed.clear()
     assert all(torch.equal(draw(pipe, **o), y) for o, y in zip(calls, kept, strict=True))
     assert len(computed) == layers * 3 * len(calls)
@@ -359,7 +359,7 @@ def test_adapters_add_to_what_is_kept(folder):
         return torch.stack([adapted, draw(pipe)])
 
     pipe, other = plain(folder), plain(folder)
-    keep_prompts(other, wanted=False)
+    keep_prompts(other, enabled=False)
     before = draw(pipe)
     adapted = draw_with_adapter(pipe)
     assert torch.equal(adapted, draw_with_adapter(other))

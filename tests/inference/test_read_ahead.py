@@ -28,7 +28,7 @@ def test_tensors_are_those_that_the_library_reads(sharded_dir, chunk, wanted, mo
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
     component = opened(sharded_dir)
     stored = {n: t for h in component.headers for n, t in load_file(h.path).items()}
-    with checksums(wanted=wanted), torch.device("meta"):
+    with checksums(enabled=wanted), torch.device("meta"):
         ahead = read_ahead(component, CPU)
     packed = {f"{layer}.{part}" for layer in component.config.layers for part in PACKED_PARTS}
     assert ahead.names == packed & stored.keys()
@@ -46,7 +46,7 @@ def test_a_file_that_was_cut_meanwhile_is_refused(broken, wanted):
     path = component.headers[0].path
     last = max(component.tensors, key=lambda name: component.tensors[name][1].stop)
     os.truncate(path, path.stat().st_size - 1)
-    with checksums(wanted=wanted), pytest.raises(CheckpointError, match="the file ends at byte"):
+    with checksums(enabled=wanted), pytest.raises(CheckpointError, match="the file ends at byte"):
         read_ahead(component, CPU).take(last)
 
 

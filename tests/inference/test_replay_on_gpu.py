@@ -85,12 +85,12 @@ def _products(counted):
 
 def test_a_packed_pipeline_draws_the_same_and_names_its_kernels(int8_dir):
     pipe = _load(int8_dir, replay=False)
-    keep_prompts(pipe, wanted=False)
+    keep_prompts(pipe, enabled=False)
     draw(pipe)  # the device's own test is counted, too
     with log.record() as called:
         wanted = draw(pipe)
     pipe = _load(int8_dir)
-    keep_prompts(pipe, wanted=False)
+    keep_prompts(pipe, enabled=False)
     draw(pipe)
     with log.record() as replayed:
         found = torch.as_tensor(draw(pipe)).float()
@@ -102,7 +102,7 @@ def test_a_packed_pipeline_draws_the_same_and_names_its_kernels(int8_dir):
 
 def test_replayed_steps_read_the_keys_of_their_prompt(int8_dir):
     pipe = _load(int8_dir, replay=False)
-    keep_prompts(pipe, wanted=False)
+    keep_prompts(pipe, enabled=False)
     prompts = ("a red square", "a blue one", "a red square")
     expected = [_drawn(pipe, prompt) for prompt in prompts]
     pipe = _load(int8_dir)
@@ -114,7 +114,7 @@ def test_replayed_steps_read_the_keys_of_their_prompt(int8_dir):
         _drawn(pipe, "a green one", steps=1)
     with log.record() as kept:
         _drawn(pipe, "a green one", steps=3)
-    keep_prompts(pipe, wanted=False)
+    keep_prompts(pipe, enabled=False)
     _drawn(pipe, "a green one", steps=1)
     with log.record() as anew:
         _drawn(pipe, "a green one", steps=3)

@@ -87,7 +87,7 @@ def recorded(model):
 @torch.no_grad()
 def own(model, pixels, prompt):
     """Return the model's own answer, of which nothing was kept."""
-    keep_prompts(model, wanted=False)
+    keep_prompts(model, enabled=False)
     quantkit.replay(model, enabled=False)
     return model(pixels, prompt)
 
@@ -151,7 +151,7 @@ def weights_loaded(model, prompt):
 
 
 def switched_off(model, prompt):
-    keep_prompts(model, wanted=False)
+    keep_prompts(model, enabled=False)
     return prompt.mul_(1.25)
 
 

@@ -143,19 +143,19 @@ def keep_as(joined: PromptLinear, layers: Iterable[nn.Module]) -> None:
         joined.kept = PromptCache()
 
 
-def keep_prompts(model: Any, *, wanted: bool = True) -> int:
+def keep_prompts(model: Any, *, enabled: bool = True) -> int:
     """Let a pipeline, or one model, keep the keys and values of its prompts, or not.
 
     Args:
         model: a loaded pipeline, or a packed denoiser; they keep them from the start.
-        wanted: False frees what is kept, and computes them at every step.
+        enabled: False frees what is kept, and computes them at every step.
 
     Returns:
         the number of layers.
     """
     layers = [layer for _, _, layer in iterate_packed(model) if isinstance(layer, PromptLinear)]
     for layer in layers:
-        layer.kept = PromptCache() if wanted and not layer.scheme.buckets else None
+        layer.kept = PromptCache() if enabled and not layer.scheme.buckets else None
     return len(layers)
 
 

@@ -21,22 +21,22 @@ from quantkit.storage.digest import ExpectedDigest, Hashing
 #: "0" leaves checksums out of ``from_pretrained``; ``load_pipeline`` has an argument instead.
 VARIABLE = "QUANTKIT_CHECKSUMS"
 
-_wanted: ContextVar[bool | None] = ContextVar("checksums", default=None)
+_enabled: ContextVar[bool | None] = ContextVar("checksums", default=None)
 
 
 @contextmanager
-def checksums(*, wanted: bool) -> Iterator[None]:
+def checksums(*, enabled: bool) -> Iterator[None]:
     """Override within the block whether components are hashed."""
-    token = _wanted.set(wanted)
+    token = _enabled.set(enabled)
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _enabled.reset(token)
 
 
-def are_wanted() -> bool:
+def are_enabled() -> bool:
     """Tell whether components are hashed."""
-    expected = _wanted.get()
+    expected = _enabled.get()
     return os.environ.get(VARIABLE) != "0" if expected is None else expected
 
 
@@ -53,7 +53,7 @@ def hash_component(component: PackedComponent, besides: Collection[str] = ()) ->
     Raises:
         CheckpointError: no list; a file of it is missing or of another size, or one too many.
     """
-    if not are_wanted():
+    if not are_enabled():
         return Hashing(())
     # What diffusers and transformers download for themselves lacks it.
     fetch_missing(component.path.parent, FILE_LIST)

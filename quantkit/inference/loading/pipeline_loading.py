@@ -67,7 +67,7 @@ def load_pipeline(
     variant = max(variants) or None
     hashing = hash_directory(packed) if checksums else Hashing(())
     loading = loading_by_diffusers(folder, cure="download it or pack the model again")
-    with checking(wanted=checksums), _joined(hashing), loading:
+    with checking(enabled=checksums), _joined(hashing), loading:
         for misfit in misfits_of_copies(folder, {c.name for c in packed.components}):
             raise CheckpointError(misfit)
         pipe = diffusers.DiffusionPipeline.from_pretrained(

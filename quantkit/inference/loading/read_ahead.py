@@ -17,7 +17,7 @@ from quantkit.checkpoint.contents import expected_digests, packed_names
 from quantkit.checkpoint.torch_dtypes import PACKED_DTYPES
 from quantkit.device.host.hashing import Parts, new_digest, run_together
 from quantkit.errors import CheckpointError
-from quantkit.inference.loading.checksums import are_wanted
+from quantkit.inference.loading.checksums import are_enabled
 from quantkit.storage.digest import CHUNK_BYTES, ExpectedDigest, read_whole
 from quantkit.storage.system import cores, open_to_read
 from quantkit.storage.tensorfile import TensorInfo
@@ -59,7 +59,7 @@ def read_ahead(component: PackedComponent, device: torch.device) -> ReadAhead:
     """
     if device.type != "cpu":
         return ReadAhead({})
-    checked, claims = are_wanted(), expected_digests(component)
+    checked, claims = are_enabled(), expected_digests(component)
     packed = packed_names(component)
     # In the order of the files, as a disk reads them best and the loader asks for them.
     names = [name for name in claims if name in packed]

@@ -90,7 +90,7 @@ class Look:
     step: int
     prompts: tuple[str, ...]
     found: Pictures
-    wanted: Pictures
+    expected: Pictures
     score: ValidationScore
 
 
@@ -260,10 +260,10 @@ class _Gallery:
         self.trainer: Trainer | None = None
         self._prompts, self._show = tuple(prompts), show
 
-    def see(self, found: Pictures, wanted: Pictures, score: ValidationScore) -> None:
+    def see(self, found: Pictures, expected: Pictures, score: ValidationScore) -> None:
         """Take the pictures of a look."""
         assert self.trainer is not None, "set before anybody looks"
-        self._show(Look(self.trainer.step, self._prompts, found, wanted, score))
+        self._show(Look(self.trainer.step, self._prompts, found, expected, score))
 
     def look(
         self, watcher: PictureWatcher | None, weights: Mapping[str, Tensor]

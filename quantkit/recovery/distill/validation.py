@@ -77,7 +77,7 @@ class PictureWatcher:
         self._probe: nn.Module = copy.deepcopy(self._dense)
         install(self._probe, quants)
         self._has_vae = getattr(teacher.pipe, "vae", None) is not None
-        self._wanted = self._make()
+        self._expected = self._make()
 
     def look(self, average: Mapping[str, Tensor]) -> ValidationScore:
         """Return the mean SSIM of the pictures; without a VAE, the latents' signal to noise."""
@@ -90,9 +90,9 @@ class PictureWatcher:
         finally:
             setattr(self._teacher.pipe, self._name, self._dense)
         if not self._has_vae:
-            return compare_latents(found, self._wanted)
-        score = compare_pictures(found, self._wanted)
-        self.viewer(found, self._wanted, score)
+            return compare_latents(found, self._expected)
+        score = compare_pictures(found, self._expected)
+        self.viewer(found, self._expected, score)
         return score
 
     def _make(self) -> Pictures:
