@@ -19,10 +19,10 @@ _LOOP_COLUMNS = (
     "LDS bytes/clk",
     "issue allows",
     "LDS allows",
-    "with latency",
 )
-#: K of which whole blocks are shown: a narrow and a wide layer of SDXL.
-_KS = (640, 1280)
+#: K of which whole blocks are shown: a narrow and a wide layer of SDXL, and FLUX's.
+_KS = (640, 1280, 3072)
+_SILICON_COLUMNS = ("kernel", *(f"K = {k}" for k in _KS))
 _BLOCK_COLUMNS = (
     "block of",
     "others per pass",
@@ -32,22 +32,43 @@ _BLOCK_COLUMNS = (
 )
 
 
-def print_reports(reports: "list[Report]", *, as_json: bool) -> None:
-    """Print tables per folder: resources of each object, its K loop, and a whole block."""
+def print_reports(reports: "list[Report]", *, bounds: bool, as_json: bool) -> None:
+    """Print tables per folder: each object's resources, and the share of the peak it may reach.
+
+    Args:
+        reports: one a folder.
+        bounds: show what the share is counted from: K loops and whole blocks.
+        as_json: print JSON instead, which has all.
+    """
     if as_json:
         print_json([_report_json(report) for report in reports])
         return
     for report in reports:
         rows = [_row(finding) for finding in report.findings]
         print_table(f"{report.manifest.target}: {report.manifest.compiler}", _COLUMNS, rows)
-        loops = [_loop_row(f, f.loop) for f in report.findings if f.loop]
-        if loops:
-            print_table("Share of the matrix peak, per pass of a wave", _LOOP_COLUMNS, loops)
-        blocks = [_block_row(f, f.block) for f in report.findings if f.block]
-        if blocks:
-            print_table("Share of the matrix peak, per block", _BLOCK_COLUMNS, blocks)
+        _print_shares(report, bounds=bounds)
         failed = sum(bool(finding.problems) for finding in report.findings)
         echo(f"{report.manifest.target}: {len(rows)} kernels, {failed} with problems")
+
+
+def _print_shares(report: "Report", *, bounds: bool) -> None:
+    with_loop = [(finding, finding.loop) for finding in report.findings if finding.loop]
+    if not with_loop:
+        return
+    shares = [_silicon_row(finding) for finding, _ in with_loop]
+    print_table("Share of the matrix peak, calibrated on published times", _SILICON_COLUMNS, shares)
+    if bounds:
+        loops = [_loop_row(finding, loop) for finding, loop in with_loop]
+        print_table("What issue allows, per pass of a wave", _LOOP_COLUMNS, loops)
+        blocks = [_block_row(f, f.block) for f in report.findings if f.block]
+        print_table("What issue allows, per block", _BLOCK_COLUMNS, blocks)
+
+
+def _silicon_row(finding: "Finding") -> tuple[object, ...]:
+    # Attention's does not depend on K.
+    expected = (finding.expected(k) for k in (_KS if finding.block else _KS[:1]))
+    told = [f"{share[0]:.0%} to {share[1]:.0%}" for share in expected if share]
+    return (finding.kernel.symbol, *told, *[""] * (len(_KS) - len(told)))
 
 
 def _row(finding: "Finding") -> tuple[object, ...]:
@@ -66,7 +87,6 @@ def _row(finding: "Finding") -> tuple[object, ...]:
 
 
 def _loop_row(finding: "Finding", loop: "Loop") -> tuple[object, ...]:
-    shares = finding.latency_share
     others = sorted(loop.others.items(), key=lambda item: -item[1])
     return (
         finding.kernel.symbol,
@@ -77,7 +97,6 @@ def _loop_row(finding: "Finding", loop: "Loop") -> tuple[object, ...]:
         f"{loop.lds_rate:.0f} of {loop.unit.lds_rate:.0f}",
         f"{loop.issue_share:.0%}",
         f"{loop.lds_share:.0%}",
-        "" if shares is None else f"{shares[0]:.0%} to {shares[1]:.0%}",
     )
 
 
@@ -97,7 +116,7 @@ def _block_json(block: "WholeBlock") -> dict[str, Any]:
     }
 
 
-def _loop_json(finding: "Finding", loop: "Loop") -> dict[str, Any]:
+def _loop_json(loop: "Loop") -> dict[str, Any]:
     return {
         "issued": loop.issued,
         "lds_bytes_per_matrix_instruction": loop.lds_bytes / loop.matrix,
@@ -106,7 +125,6 @@ def _loop_json(finding: "Finding", loop: "Loop") -> dict[str, Any]:
         "issue_share": loop.issue_share,
         "lds_share": loop.lds_share,
         "share": loop.share,
-        "latency_share": finding.latency_share,
     }
 
 
@@ -123,8 +141,9 @@ def _report_json(report: "Report") -> dict[str, Any]:
                 "spills": finding.kernel.spills,
                 "lds_bytes": finding.kernel.lds_bytes,
                 "matrix_instructions": finding.instructions,
-                "loop": _loop_json(finding, finding.loop) if finding.loop else None,
+                "loop": _loop_json(finding.loop) if finding.loop else None,
                 "code_bytes": finding.code_bytes,
+                "expected_share": {str(k): finding.expected(k) for k in _KS},
                 "block": _block_json(finding.block) if finding.block else None,
                 "problems": list(finding.problems),
             }

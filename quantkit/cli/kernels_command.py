@@ -101,15 +101,22 @@ def build_command(quiet: bool, as_json: bool, **given: Any) -> None:
 @every
 @only
 @compiler
+@click.option("--bounds", is_flag=True, help="Show what issue allows, and the counts behind it.")
 @options.quiet
 @options.as_json
 def check_command(
-    folder: Path | None, targets: tuple[str, ...], quiet: bool, as_json: bool, **given: Any
+    folder: Path | None,
+    targets: tuple[str, ...],
+    bounds: bool,
+    quiet: bool,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Fail on spills, on too much LDS, on matrix instructions that are missing or masked, on waits.
 
     Reads the objects themselves: a folder that 'kernels build' wrote, or a fresh build. For AMD
-    targets it counts what the K loop issues, and says which share of the matrix peak that allows.
+    targets it says which share of the matrix peak a kernel is expected to reach: what issue
+    allows, times what silicon reached of that with kernels whose times are published.
     Exit code 1 when an object has a problem.
     """
     from quantkit.workflow.kernels import check_kernels, check_target
@@ -120,7 +127,7 @@ def check_command(
     for target in targets:
         with progress_bar(quiet=quiet) as progress:
             reports.append(check_target(target, **given, progress=progress))
-    print_reports(reports, as_json=as_json)
+    print_reports(reports, bounds=bounds, as_json=as_json)
     if not all(report.passed for report in reports):
         sys.exit(1)
 

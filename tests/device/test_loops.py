@@ -125,16 +125,6 @@ def test_the_large_tiles_leave_the_matrix_unit_busy(tile, tokens, waves, tmp_pat
     assert sparse.share >= 0.75
 
 
-@pytest.mark.parametrize(
-    ("tile", "dense", "sparse"),
-    [("t0", (0.66, 0.75), (0.69, 0.71)), ("t3", (0.78, 0.85), (0.65, 0.66))],
-)
-def test_latency_leaves_what_the_notes_say(tile, dense, sparse, tmp_path):
-    findings = findings_of("gfx1201", tile, tmp_path / "objects")
-    for finding, noted in zip(findings, (dense, sparse), strict=True):
-        assert finding.latency_share == pytest.approx(noted, abs=0.015)
-
-
 def test_the_tile_of_16_rows_reads_no_operand_from_lds(tmp_path):
     dense, sparse = loops_of("gfx1200", "t4", tmp_path / "objects")
     assert dense.lds_bytes == sparse.lds_bytes == 0

@@ -7,6 +7,7 @@ measured says so.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from quantkit.device.aot.silicon import OF_ISSUE
 from quantkit.errors import InputError
 
 #: (pessimistic, optimistic)
@@ -65,6 +66,12 @@ class Card:
     def is_nvidia(self) -> bool:
         """True where convolutions in 16 bit are cuDNN's."""
         return self.device.startswith("sm_")
+
+
+def _of_issue(share: float) -> Range:
+    """Return what silicon reaches of a share of the peak that issue allows."""
+    low, high = OF_ISSUE
+    return share * low, share * high
 
 
 # Of the H200 and the H100. Products, also in 16 bit: the kernels of steps of SDXL and a quarter of
@@ -144,38 +151,36 @@ _ADA = Efficiency(
     summed_us=(5.0, 3.0),
     gap_us=(1.5, 0.9),
 )
-# RDNA4. Optimistic: the best that `kernels check` gives a large tile with latencies (0.85 dense,
-# 0.71 with 2:4; convolutions by what they issue more: 0.78 and 0.60), of the 0.94 of the peak that
-# the best public loops of FP8 reach on an RX 9070 XT (359 to 368 of 389 TFLOP/s;
-# IxMxAMAR/SageAttention-RDNA4, FINDINGS). Pessimistic: another model of cycles, with bank conflicts
-# (0.54 and 0.40), of a clock that sags by 15 % under load (2.82 GHz at 4096^3, less beyond).
-# 16 bit: hipBLASLt at 8192 to 16384, 113 to 128 of 195 TFLOP/s; MIOpen's convolutions: not measured
-# by anybody. torch's attention: 79 and 104 TFLOP/s of heads of 64 and 128; on codes: check's
-# 0.68 and 0.74 without latencies, and 132 TFLOP/s of a public kernel with 128. Times of small
+# RDNA4. Products and attention of codes: what issue allows the loops (`kernels check --bounds`:
+# 0.88 dense, 0.78 with 2:4, convolutions 0.80 and 0.65; attention 0.54 and 0.63 of FP8, 0.45 and
+# 0.59 of int8), of it what silicon reaches (aot/silicon.py). The ends of a tile are in fixed_k.
+# 16 bit: hipBLASLt at 4096 to 16384, 113 to 133 of 195 TFLOP/s (rocm-libraries 10861); MIOpen's
+# Winograd, 95 of 144 TFLOP/s on an RX 9070 (rocm-libraries 2567). Attention: torch's 79 TFLOP/s to
+# Composable Kernel's 103 of heads of 64, 93 to 108 of 128 (rocm-libraries 5455). Times of small
 # kernels, gaps, what torch's copies reach, and what 64 MB of Infinity Cache give: assumed.
 _RDNA4 = Efficiency(
     products={
-        ("linear", "f16", False): (0.50, 0.66),
-        ("linear", "fp8", False): (0.46, 0.80),
-        ("linear", "fp8", True): (0.34, 0.67),
-        ("linear", "int8", False): (0.46, 0.80),
-        ("linear", "int8", True): (0.34, 0.67),
-        ("conv", "f16", False): (0.30, 0.55),
-        ("conv", "fp8", False): (0.42, 0.73),
-        ("conv", "fp8", True): (0.28, 0.56),
-        ("conv", "int8", False): (0.42, 0.73),
-        ("conv", "int8", True): (0.28, 0.56),
+        ("linear", "f16", False): (0.58, 0.68),
+        ("linear", "fp8", False): _of_issue(0.88),
+        ("linear", "fp8", True): _of_issue(0.78),
+        ("linear", "int8", False): _of_issue(0.88),
+        ("linear", "int8", True): _of_issue(0.78),
+        ("conv", "f16", False): (0.45, 0.70),
+        ("conv", "fp8", False): _of_issue(0.80),
+        ("conv", "fp8", True): _of_issue(0.65),
+        ("conv", "int8", False): _of_issue(0.80),
+        ("conv", "int8", True): _of_issue(0.65),
     },
     attention={
-        ("f16", 64): (0.36, 0.43),
-        ("f16", 128): (0.48, 0.56),
-        ("fp8", 64): (0.29, 0.64),
-        ("fp8", 160): (0.34, 0.69),
-        ("int8", 64): (0.25, 0.52),
-        ("int8", 160): (0.30, 0.63),
+        ("f16", 64): (0.40, 0.53),
+        ("f16", 128): (0.48, 0.55),
+        ("fp8", 64): _of_issue(0.54),
+        ("fp8", 160): _of_issue(0.63),
+        ("int8", 64): _of_issue(0.45),
+        ("int8", 160): _of_issue(0.59),
     },
     fast={},
-    fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
+    fixed_k={("f16", False): 150, ("fp8", False): 280, ("fp8", True): 490},
     memory=(0.78, 0.90),
     scattered=(0.25, 0.6),
     cache=(1.0, 2.5),
@@ -184,21 +189,20 @@ _RDNA4 = Efficiency(
     summed_us=(8.0, 4.0),
     gap_us=(5.0, 1.5),
 )
-# RDNA3: the same reasoning from its own `kernels check` (FP8 widened to float16: 0.44 and 0.40,
-# int8 0.94 and 0.76); 16 bit: 80 of 123 TFLOP/s on an RX 7900 XTX (SDNQ's table), int8 in others'
-# kernels 0.90 (FlyDSL 1073).
+# RDNA3: the same from its own loops (FP8 widened to float16: 0.44 and 0.40, int8 0.94 and 0.76);
+# 16 bit: 80 of 123 TFLOP/s on an RX 7900 XTX (SDNQ's table).
 _RDNA3 = Efficiency(
     products={
         ("linear", "f16", False): (0.50, 0.66),
-        ("linear", "fp8", False): (0.25, 0.43),
-        ("linear", "fp8", True): (0.22, 0.39),
-        ("linear", "int8", False): (0.50, 0.90),
-        ("linear", "int8", True): (0.40, 0.73),
+        ("linear", "fp8", False): _of_issue(0.44),
+        ("linear", "fp8", True): _of_issue(0.40),
+        ("linear", "int8", False): _of_issue(0.94),
+        ("linear", "int8", True): _of_issue(0.76),
         ("conv", "f16", False): (0.30, 0.55),
-        ("conv", "fp8", False): (0.22, 0.38),
-        ("conv", "fp8", True): (0.19, 0.33),
-        ("conv", "int8", False): (0.47, 0.88),
-        ("conv", "int8", True): (0.38, 0.72),
+        ("conv", "fp8", False): _of_issue(0.39),
+        ("conv", "fp8", True): _of_issue(0.34),
+        ("conv", "int8", False): _of_issue(0.92),
+        ("conv", "int8", True): _of_issue(0.75),
     },
     attention={("f16", 64): (0.30, 0.45), ("f16", 128): (0.36, 0.55)},
     fast={},

@@ -18,12 +18,12 @@ from quantkit.device.aot.codeobject import (
     read_amd_kernels,
     read_nvidia_kernels,
 )
-from quantkit.device.aot.cycles import OPTIMISTIC, PESSIMISTIC, Residents, latency_share
 from quantkit.device.aot.disassembly import Instruction, read_code
 from quantkit.device.aot.hazards import unwaited_reads
 from quantkit.device.aot.k_loop import Loop, find_loop, find_shortest_loop
 from quantkit.device.aot.lane_masks import masked_matrix_instructions
 from quantkit.device.aot.manifest import Manifest, ManifestArgument, ManifestKernel, read_manifest
+from quantkit.device.aot.silicon import OF_ISSUE
 from quantkit.device.aot.whole_block import WholeBlock, find_block
 from quantkit.device.archs import Arch, Toolchain, find_arch
 from quantkit.device.compilers import CLANG_MINIMUM, objdump
@@ -49,13 +49,26 @@ class Finding:
     instructions: dict[str, int]
     #: the K loop; None for kernels without one, and where its target has no model
     loop: Loop | None
-    #: of the matrix peak, with latencies: from, to; None where a pass is no straight code
-    latency_share: tuple[float, float] | None
     #: of tiled products
     block: WholeBlock | None
     #: bytes of code
     code_bytes: int
     problems: tuple[str, ...]
+
+    def share(self, k: int) -> float | None:
+        """Return the share of the matrix peak that issue and LDS allow; None without a K loop.
+
+        Args:
+            k: of a tiled product; attention's share is its loop's.
+        """
+        if self.loop is None or self.block is None:
+            return self.loop.share if self.loop else None
+        return min(self.block.share(k), self.loop.lds_share)
+
+    def expected(self, k: int) -> tuple[float, float] | None:
+        """Return what silicon is expected to reach of the peak, pessimistic and optimistic."""
+        share = self.share(k)
+        return None if share is None else (share * OF_ISSUE[0], share * OF_ISSUE[1])
 
 
 @dataclass(frozen=True)
@@ -106,9 +119,7 @@ def _check_object(path: Path, kernel: ManifestKernel, arch: Arch, tool: str) -> 
         resources = _read_resources(content, kernel.symbol, arch)
         text = _disassemble(path, tool) if tool else ""
     except (ArtefactError, ValueError) as error:
-        return Finding(
-            kernel, 0, {}, None, None, None, 0, (f"{kernel.file} cannot be read: {error}",)
-        )
+        return Finding(kernel, 0, {}, None, None, 0, (f"{kernel.file} cannot be read: {error}",))
     code = read_code(text, kernel.symbol)
     counts = _count(text) if tool else count_matrix_instructions(content, kernel.symbol)
     problems = (
@@ -122,10 +133,9 @@ def _check_object(path: Path, kernel: ManifestKernel, arch: Arch, tool: str) -> 
     assert arch.register_file
     occupancy = arch.register_file.occupancy(resources.vgprs, resources.lds, kernel.block)
     loop = _loop_of(code, kernel, arch)
-    share = _latency_share(loop, occupancy, kernel.block)
     block = _block_of(code, loop, kernel)
     size = code[-1].address - code[0].address if code else 0
-    return Finding(kernel, occupancy, dict(counts), loop, share, block, size, problems)
+    return Finding(kernel, occupancy, dict(counts), loop, block, size, problems)
 
 
 def _read_resources(content: bytes, symbol: str, arch: Arch) -> Resources:
@@ -164,15 +174,6 @@ def _block_of(
 ) -> WholeBlock | None:
     tile = tile_named(kernel.choices.get("tile", ""))
     return find_block(code, loop, tile.k) if loop and tile else None
-
-
-def _latency_share(loop: Loop | None, occupancy: int, block: int) -> tuple[float, float] | None:
-    if loop is None:
-        return None
-    residents = Residents(occupancy, loop.unit.simds, block // 32)
-    every = (latency_share(loop.code, residents, loop.unit, a) for a in (PESSIMISTIC, OPTIMISTIC))
-    found = [share for share in every if share is not None]
-    return (min(found), max(found)) if found else None
 
 
 def _manifest_problems(content: bytes, kernel: ManifestKernel, found: Resources) -> list[str]:

@@ -6,13 +6,16 @@ The model, its constants and what it leaves out stand in docs/notes/kernels.md.
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from quantkit.device.aot.disassembly import Instruction
 from quantkit.device.archs import MatrixUnit
 
 _LANES = 32
 _MATRIX = re.compile(r"v_s?wmmac?_\w+_\d+x\d+x(\d+)_")
+#: Of exp, log, reciprocals and roots, which have a quarter of the rate.
+_SLOW = re.compile(r"v_(?:s_)?(?:exp|log|rcp|rsq|sqrt|sin|cos)_")
+_SLOW_CYCLES = 4
 _LDS_ACCESS = re.compile(r"ds_(?:load|store)_(?P<two>2addr_(?:stride64_)?)?[ubi](?P<bits>\d+)")
 
 
@@ -26,9 +29,9 @@ class Loop:
     lds_bytes: int
     #: cycles that matrix instructions take
     busy: int
+    #: cycles that all others take
+    other_cycles: int
     unit: MatrixUnit
-    #: the pass; empty where a part of it is a loop of its own
-    code: tuple[Instruction, ...] = field(default=(), repr=False)
     #: addresses of its first and last instruction
     first: int = 0
     last: int = 0
@@ -45,8 +48,8 @@ class Loop:
 
     @property
     def issue_share(self) -> float:
-        """Share of the peak if every other instruction costs the matrix unit a cycle."""
-        return self.busy / (self.busy + sum(self.others.values()))
+        """Share of the peak if every other instruction costs the matrix unit its cycles."""
+        return self.busy / (self.busy + self.other_cycles)
 
     @property
     def lds_rate(self) -> float:
@@ -81,14 +84,14 @@ def find_loop(code: Sequence[Instruction], work: int, unit: MatrixUnit) -> Loop 
     # The longest: a compiler that rotates a loop branches back to more than one place.
     whole = max(inner.around(spans), key=_length, default=inner)
     issued: Counter[str] = Counter()
-    lds = busy = 0
+    lds = busy = others = 0
     for instruction in whole.code:
         count = turns if instruction in inner.code else 1
         issued[instruction.kind] += count
         lds += count * lds_bytes(instruction.mnemonic)
         busy += count * _busy(instruction, unit)
-    pass_code = whole.code if turns == 1 else ()
-    return Loop(dict(issued), lds, busy, unit, pass_code, whole.first, whole.last)
+        others += count * issue_cycles(instruction)
+    return Loop(dict(issued), lds, busy, others, unit, whole.first, whole.last)
 
 
 def find_shortest_loop(code: Sequence[Instruction], unit: MatrixUnit) -> Loop | None:
@@ -104,7 +107,15 @@ def find_shortest_loop(code: Sequence[Instruction], unit: MatrixUnit) -> Loop | 
     issued = Counter(instruction.kind for instruction in shortest.code)
     lds = sum(lds_bytes(i.mnemonic) for i in shortest.code)
     busy = sum(_busy(i, unit) for i in shortest.code)
-    return Loop(dict(issued), lds, busy, unit, shortest.code, shortest.first, shortest.last)
+    others = sum(map(issue_cycles, shortest.code))
+    return Loop(dict(issued), lds, busy, others, unit, shortest.first, shortest.last)
+
+
+def issue_cycles(instruction: Instruction) -> int:
+    """Return the cycles that an instruction takes of the others' time; none of a matrix one's."""
+    if instruction.kind == "matrix":
+        return 0
+    return _SLOW_CYCLES if _SLOW.match(instruction.mnemonic) else 1
 
 
 def lds_bytes(mnemonic: str) -> int:

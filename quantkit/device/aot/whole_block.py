@@ -8,9 +8,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.device.aot.cycles import issue_cycles
 from quantkit.device.aot.disassembly import Instruction, followers
-from quantkit.device.aot.k_loop import Loop
+from quantkit.device.aot.k_loop import Loop, issue_cycles
 
 #: A way through the code: cycles, matrix instructions, whether it has written, the next place.
 _State = tuple[int, int, bool, int]
@@ -56,9 +55,9 @@ def find_block(code: Sequence[Instruction], loop: Loop, step: int) -> WholeBlock
     if head is None or tail is None:
         return None
     cycles, matrix = head[0] + tail[0], head[1] + tail[1]
-    others = sum(loop.others.values())
     # The last step is multiplied behind the loop: as many as there count as the loop's.
-    return WholeBlock(step, loop.busy, others, cycles - others * matrix / loop.matrix)
+    rest = cycles - loop.other_cycles * matrix / loop.matrix
+    return WholeBlock(step, loop.busy, loop.other_cycles, rest)
 
 
 def _ends(code: Sequence[Instruction]) -> set[int]:
