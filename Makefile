@@ -1,5 +1,7 @@
 # Every target is one line over a command that works by hand. PYTHON chooses the interpreter.
 PYTHON ?= python3
+# Each process of a test would compile what it imports of PyTorch and of quantkit again.
+export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -10,6 +12,9 @@ FAST := project/test_architecture.py storage/test_files.py storage/test_inputfil
 # Of the oldest versions that pyproject.toml allows: their Python, their environment, and what runs there.
 OLDEST_PYTHON ?= python3.10
 OLDEST := .venv-oldest
+OLD := $(filter-out project/%,$(FAST)) pipelines $(patsubst %,inference/test_%.py,adapters attention \
+	attention_companions behaving companions dtypes inference loading operators projections saving \
+	text_encoders unet_processors)
 KERNELS := $(wildcard $(foreach end,hip h cpp,kernels/*.$(end) kernels/*/*.$(end)))
 # A process a core and a thread each: threads of several processes get in each other's way. What the
 # tests of a file share is made once.
@@ -47,8 +52,7 @@ nightly: $(INSTALLED) ## property tests on values drawn anew; make prints the se
 oldest: $(INSTALLED) ## tests of numbers, files, pipelines, loading and torch.compile on the oldest versions allowed
 	$(BIN)/uv venv --quiet --clear --python $(OLDEST_PYTHON) $(OLDEST)
 	$(BIN)/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[dev]'
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(RUN) -m "not slow and not gpu and not exhaustive" $(FAST:%=tests/%) \
-		tests/pipelines tests/inference
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(RUN) -m "not slow and not gpu and not exhaustive" $(OLD:%=tests/%)
 
 sanitize: $(INSTALLED) ## host kernels under AddressSanitizer and UBSan
 	$(BIN)/python -m tests.device.sanitize

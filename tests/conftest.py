@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, settings
 # Set before any test module imports a hub client: tests never reach for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
+# Else importing it compiles for ten seconds.
+os.environ["SDNQ_USE_TORCH_COMPILE"] = "0"
 
 # Busy cores miss any deadline; what was red once must be red again. `make nightly` draws others.
 _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
@@ -25,6 +27,14 @@ def _few_threads():
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quickly_compiled():
+    """Host kernels with -O1: each is compiled in half the time, rounds alike and runs seldom."""
+    from quantkit.device.host import compiling
+
+    compiling._FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in compiling._FLAGS)
 
 
 @pytest.fixture

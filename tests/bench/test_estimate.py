@@ -482,9 +482,11 @@ def test_what_follows_from_static_scales_is_made_once_and_not_in_a_step(tiny):
 
 @pytest.mark.parametrize("name", ["sd3", "pixart", "sana", "zimage", "wan", "ltx"])
 def test_every_denoiser_is_traced(name):
-    settings = ModelBenchSettings(batch=1, size=32)
-    found = trace_contender(DENOISERS[name], MODEL_CONTENDERS["f16"], settings, RDNA4)
-    assert found.trace.flops > 1e10
+    settings, whole = ModelBenchSettings(batch=1, size=32), DENOISERS[name]
+    layers = ("n_layers", "n_refiner_layers") if name == "zimage" else ("num_layers",)
+    shallow = replace(whole, config={**whole.config, **dict.fromkeys(layers, 1)})
+    found = trace_contender(shallow, MODEL_CONTENDERS["f16"], settings, RDNA4)
+    assert found.trace.flops > 1e9
 
 
 def measured(name):
@@ -515,6 +517,7 @@ def test_estimates_are_within_a_fifth_of_what_was_measured(file, name):
     assert products.ms.middle == pytest.approx(ms, rel=0.2)
 
 
+@pytest.mark.slow
 def test_a_trace_has_the_weights_and_products_of_a_run_on_a_card():
     denoiser, run = measured("h100-step-sdxl")
     contender = MODEL_CONTENDERS["fp8-static-replayed"].with_attention("e4m3fn")

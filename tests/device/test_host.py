@@ -4,8 +4,6 @@ import logging
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -23,14 +21,6 @@ from quantkit.resources import kernel_sources
 from tests.support.kernel_cases import need, operate
 
 SMALL = Variant(OPS["quantize_fp8_static"], ("f32", "e4m3fn", ""))
-LAUNCH = """
-import torch
-from quantkit.device.ops import call as execute
-from quantkit.device.ops.table import OPS
-given = (torch.ones(4, 16), None, torch.tensor([0.5]), "e4m3fn")
-q = execute.call(OPS["quantize_fp8_static"], *given)
-print(int(q.sum()))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +49,6 @@ def fresh_host(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("_host")
-def test_processes_that_start_together_share_one_build(tmp_path):
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", LAUNCH]
-    started = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    outputs = {process.communicate(timeout=120)[0].strip() for process in started}
-    assert outputs == {str(64 * 0x40)}  # 2.0 in e4m3fn is 0x40
-    assert sum(1 for _ in tmp_path.rglob("*.so")) == 1
-
-
-@pytest.mark.usefixtures("_host")
 def test_a_damaged_library_is_built_again(fresh_host):
     # Not loaded before it is damaged: the loader would answer from memory.
     path = host._library(SMALL, "gfx12")
@@ -97,7 +74,7 @@ def test_a_compile_error_shows_the_command_and_the_log(fresh_host, monkeypatch, 
     with (broken / SMALL.op.source).open("a") as source:
         source.write("this is no C++\n")
     monkeypatch.setattr(host, "kernel_sources", lambda: broken)
-    with pytest.raises(KernelError, match=r"host compiler failed with status 1\n.*-O3") as info:
+    with pytest.raises(KernelError, match=r"host compiler failed with status 1\n.*-O1") as info:
         host.load(SMALL)
     assert re.search(r"quantize_static\.hip:\d+:\d+: error", str(info.value))
     assert not list(fresh_host.rglob("*.so"))

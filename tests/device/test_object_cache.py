@@ -69,7 +69,7 @@ print("whole")
 def test_processes_that_start_together_share_one_build(hip):
     started = [
         subprocess.Popen([sys.executable, "-c", RACE], stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     assert {process.communicate(timeout=120)[0].strip() for process in started} == {"whole"}
     assert hip.names().count("hiprtcCompileProgram") == 20

@@ -9,13 +9,13 @@ from quantkit.device import compilers, log
 from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.backends import Backend
 from quantkit.device.ops import call as execute
-from quantkit.device.ops.attention.projections import OPS as ROWS
 from quantkit.device.ops.op import all_variants
 from quantkit.device.ops.table import OPS, name_for
 from quantkit.errors import KernelError, ShapeError
 from quantkit.numerics.attention_factors import e4m3fn_codes, value_codes
 from quantkit.numerics.packed_2to4 import pack_two_of_four
 from tests.support.kernel_cases import launch, need
+from tests.support.sampling import turned
 
 #: pictures, tokens, heads, columns of a head: tails of both tiles, pictures that end within a run
 SIZES = (
@@ -110,12 +110,10 @@ def test_codes_are_where_attention_reads_them(sizes, fmt):
     assert torch.equal(found, widened(codes.transpose(1, 2), up(d), up(sizes[1])))
 
 
-@pytest.mark.parametrize("layout", HOST_LAYOUTS)
-@pytest.mark.parametrize(
-    "op", [op for op in ROWS if op.name.endswith("_fp8")], ids=lambda o: o.name
-)
-def test_every_tile_and_layout_writes_all_and_nothing_else(op, layout):
+@pytest.mark.parametrize("case", turned(HOST_LAYOUTS, ["project_codes_fp8", "project_values_fp8"]))
+def test_every_tile_and_layout_writes_all_and_nothing_else(case):
     """Outputs lie between bytes that must not change."""
+    layout, op = case[0], OPS[case[1]]
     variants = [v for v in all_variants(op) if v.words[:2] == ("e4m3fn", "e4m3fn")]
     for variant in variants:
         for sizes in SIZES:
@@ -136,10 +134,10 @@ def kept_of(w):
     return (scores.argsort(dim=-1).argsort(dim=-1) < 2).flatten(1)
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "2:4"])
-@pytest.mark.parametrize("layout", HOST_LAYOUTS)
-def test_three_projections_of_an_input_are_those_of_each(layout, sparse):
+@pytest.mark.parametrize("case", turned(HOST_LAYOUTS, [False, True]))
+def test_three_projections_of_an_input_are_those_of_each(case):
     """In every tile, between bytes that must not change."""
+    layout, sparse = case
     op = OPS[name_for("project_heads", "e4m3fn", "e4m3fn", sparse=sparse)]
     variants = [v for v in all_variants(op) if v.words[:2] == ("e4m3fn", "e4m3fn")]
     assert len(variants) == 2

@@ -35,12 +35,10 @@ FP8 = ("e4m3fn", "e4m3fn")
 VARIANTS = [
     *((layout, "gemm_fp8", (*FP8, "token", "channel", "", "f16", "t1"))
       for layout in HOST_LAYOUTS),
-    *((layout, "conv_fp8", (*FP8, "tensor", "channel", "", "bf16", "t1"))
-      for layout in HOST_LAYOUTS),
+    ("gfx11", "conv_fp8", (*FP8, "tensor", "channel", "", "bf16", "t1")),
     ("gfx12", "gemm_fp8", (*FP8, "tensor", "channel", "", "f16", "t0")),
     ("gfx12", "gemm_fp8_sparse", (*FP8, "token", "tensor", "", "bf16", "t3")),
     ("gfx12", "gemm_int8", ("int8", "int8", "token", "channel", "", "f32", "t2")),
-    ("sm89", "gemm_fp8", (*FP8, "token", "channel", "", "f32", "t2")),
     ("gfx12", "gemm_fp8", (*FP8, "token", "channel", "", "f16", "t4")),
     ("gfx11", "gemm_w4a8", ("int8", "int4", "token", "channel", "", "f16", "t0")),
     ("gfx12", "conv_fp8_sparse", (*FP8, "tensor", "channel", "", "f16", "t0")),

@@ -169,7 +169,9 @@ BARS = {"d64": (0.70, 5.5), "d128": (0.75, 4.4)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["gfx1200", "gfx1201"])
+@pytest.mark.parametrize(
+    "target", ["gfx1201", pytest.param("gfx1200", marks=pytest.mark.exhaustive)]
+)
 def test_gfx12_code_keeps_its_bars(target, tmp_path):
     from quantkit.device.aot.object_build import build
 

@@ -199,6 +199,7 @@ def test_fused_models_are_saved_and_copied(uniform, tmp_path):
     assert uniform.num_parameters() == count
 
 
+@pytest.mark.slow
 def test_another_process_computes_the_same(unet):
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()

@@ -484,12 +484,10 @@ threads = [threading.Thread(target=__import__, args=(name,)) for name in names]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "heavy"),
-    [
-        ("", THREADS, False),
-        pytest.param(IMPORTS, "", True, marks=pytest.mark.slow),
-    ],
+    [("", THREADS, False), (IMPORTS, "", True)],
     ids=["before-in-threads", "after"],
 )
 def test_importing_quantkit_is_enough(before, after, heavy):

@@ -217,7 +217,7 @@ def latents(pipe):
     return run_batch(pipe, batch, settings).float()
 
 
-@pytest.mark.parametrize("case", one_of_each(CALIBRATED, lambda case: case[0]), ids="-".join)
+@pytest.mark.parametrize("case", one_of_each(CALIBRATED, lambda c: c[0][:2]), ids="-".join)
 def test_whole_path_on_a_narrow_model(narrow, taken, tmp_path, case):
     """Calibrate, take moments, choose masks, pack, verify, load, run."""
     family, name = case

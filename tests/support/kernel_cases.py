@@ -276,12 +276,13 @@ def covering_variants(op, *, pairs, layout="gfx12"):
 
 def variants_of(ops):
     """Yield variants and layouts as parameters: every word of every axis of the first operation in
-    gfx12's layout, else one variant of each; the rest is exhaustive."""
-    for op in ops:
-        for layout in HOST_LAYOUTS:
-            whole = op is ops[0] and layout == HOST_LAYOUTS[0]
+    gfx12's layout, else one variant, of the other operations in a layout that takes turns; the
+    rest is exhaustive."""
+    for turn, op in enumerate(ops):
+        for at, layout in enumerate(HOST_LAYOUTS):
+            whole, late = turn + at == 0, turn and (turn + at) % len(HOST_LAYOUTS)
             for index, variant in enumerate(covering_variants(op, pairs=False, layout=layout)):
-                marks = pytest.mark.exhaustive if index and not whole else ()
+                marks = pytest.mark.exhaustive if late or (index and not whole) else ()
                 name = f"{variant.symbol}-{layout}"
                 yield pytest.param(variant, layout, marks=marks, id=name)
 
