@@ -504,7 +504,12 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("file", "name"), [(file, name) for file, names in CASES.items() for name in names]
+    ("file", "name"),
+    [
+        pytest.param(file, name, marks=pytest.mark.slow if "sdxl" in file else ())
+        for file, names in CASES.items()
+        for name in names
+    ],
 )
 def test_estimates_are_within_a_fifth_of_what_was_measured(file, name):
     denoiser, run = measured(file)

@@ -39,6 +39,7 @@ from tests.support.packed_folders import (
     remove,
     swap,
 )
+from tests.support.sampling import one_of_each
 
 
 def scheme_of_stray(folder):
@@ -325,7 +326,9 @@ def test_pack_refuses_a_weight_that_the_model_lacks(pipeline_dir, tmp_path, shap
 PUBLISHED = [p.name.split(".")[0].removeprefix("keys_") for p in GOLDEN.glob("keys_*.json.gz")]
 
 
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
+@pytest.mark.parametrize(
+    "name", one_of_each(sorted(PUBLISHED), lambda name: name[:3] if "sd3" in name else name)
+)
 def test_published_models_fit_their_files(name, tmp_path):
     keys = golden_keys(name)
     config = tmp_path / "config.json"

@@ -54,6 +54,7 @@ def recipe_file(folder, name):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_packing_and_verifying_import_no_torch(pipeline_dir, tmp_path, name):
     need(compilers.host_compiler)

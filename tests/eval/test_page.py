@@ -51,6 +51,7 @@ def violations(page):
 LOOKS = [(1280, "light"), (400, "dark"), (1280, "dark"), (400, "light")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", one_of_each(LOOKS, lambda look: look[0]), ids=str)
 @pytest.mark.parametrize("name", ["small", "images", "methods", "live", "course"])
 def test_everybody_can_use_the_page(browser, pages, tmp_path, name, look):

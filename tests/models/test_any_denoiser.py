@@ -30,19 +30,12 @@ RECIPES = {
     "int4": ("{name: int4, weight: {format: int4}, data_free: true}", 0.2),
 }
 #: Every class in FP8, and some of the others, with convolutions and experts among them.
+OTHERS = {
+    "int8": {"CogView4Transformer2DModel", "Kandinsky3UNet", "WanTransformer3DModel"},
+    "int4": {"HiDreamImageTransformer2DModel", "QwenImageTransformer2DModel", "StableCascadeUNet"},
+}
 CASES = [(row, "fp8") for row in ROWS] + [
-    (row, fmt)
-    for row in ROWS
-    for fmt in ("int8", "int4")
-    if row.class_name
-    in {
-        "CogView4Transformer2DModel",
-        "HiDreamImageTransformer2DModel",
-        "Kandinsky3UNet",
-        "QwenImageTransformer2DModel",
-        "StableCascadeUNet",
-        "WanTransformer3DModel",
-    }
+    (row, fmt) for fmt, names in OTHERS.items() for row in ROWS if row.class_name in names
 ]
 
 

@@ -19,7 +19,7 @@ from quantkit.recipe.load import load_recipe, recipe_names
 from quantkit.workflow.build import MASKS, PACKED
 from tests.support import pipelines
 from tests.support.headers import golden_keys, write_pipeline
-from tests.support.sampling import one_of_each
+from tests.support.sampling import one_of_each, turned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -137,8 +137,9 @@ def test_calibrations_run_dry_on_the_published_model(published, tmp_path, family
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_run_runs_dry_on_the_published_model(published, tmp_path, family, name):
+@pytest.mark.parametrize("case", turned(FAMILIES, TUNED, times=2))
+def test_run_runs_dry_on_the_published_model(published, tmp_path, case):
+    family, name = case
     plan = called("run", name, published[family], "-o", tmp_path / "o", "-n")
     assert ("hessians/" in plan["files"]) == load_recipe(name).needs_hessians
     assert ("masks.safetensors" in plan["files"]) == name.endswith("-budget")
