@@ -24,6 +24,7 @@ from tests.support.answers import step
 from tests.support.loading import plain, unet_class, weight_files
 from tests.support.packed import pack_component, packed_module
 from tests.support.sampling import one_of_each, turned
+from tests.support.tiny_denoisers import compile_a_block
 
 peft = pytest.importorskip("peft")
 
@@ -145,8 +146,7 @@ def test_adapters_are_swapped_while_loaded(packed_dir, lora, compiled):
     pipe.enable_lora_hotswap(target_rank=RANK)
     pipe.load_lora_weights(prefixed(lora[0]), adapter_name="it")
     if compiled:
-        torch._dynamo.reset()
-        model.compile_repeated_blocks(fullgraph=True, backend="eager")
+        compile_a_block(model)
     assert near(step(model), wanted[0])
     with torch._dynamo.config.patch(error_on_recompile=True):
         pipe.load_lora_weights(prefixed(lora[2]), adapter_name="it", hotswap=True)

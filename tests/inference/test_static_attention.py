@@ -23,7 +23,7 @@ from quantkit.numerics.attention_scales import SHAPES, scales_of_ranges
 from tests.support.denoiser_classes import ROWS, Row
 from tests.support.kernel_cases import need
 from tests.support.sampling import one_of_each
-from tests.support.tiny_denoisers import answer, tiny_model
+from tests.support.tiny_denoisers import answer, compile_a_block, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -266,8 +266,7 @@ def test_it_compiles_into_one_graph(model):
     static = with_scales(model)
     quantkit.attention(static, min_keys=1)
     wanted = answer(static)
-    torch._dynamo.reset()
-    static.compile(fullgraph=True, backend="eager")
+    compile_a_block(static)
     assert torch.equal(answer(static), wanted)
 
 

@@ -28,3 +28,11 @@ def answer(model: Any) -> torch.Tensor:
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         torch.manual_seed(7)
         return first_tensor(model(**make_inputs(model, 1, 8, torch.device("cpu")))).float()
+
+
+def compile_a_block(model):
+    """Compile one of the blocks that a model repeats into one graph: all of them take seconds."""
+    torch._dynamo.reset()
+    repeated = type(model)._repeated_blocks
+    block = next(module for module in model.modules() if type(module).__name__ in repeated)
+    block.compile(fullgraph=True, backend="eager")
