@@ -1,5 +1,6 @@
 // The matrix policy of the host: any layout of include/ over the instruction that it was written
-// for. QK_HOST_LAYOUT chooses; the emulated instruction runs in host/matrix.h.
+// for. QK_HOST_LAYOUT chooses; the emulated instruction runs in host/matrix.h. RDNA2's lanes
+// multiply for themselves, so that policy is the card's own.
 #pragma once
 
 #include "matrix.h"
@@ -10,8 +11,10 @@
 #  include "layout_gfx11.h"
 #elif QK_HOST_LAYOUT == QK_SM89
 #  include "layout_sm89.h"
+#elif QK_HOST_LAYOUT == QK_GFX10
+#  include "mma_gfx10.h"
 #else
-#  error "QK_HOST_LAYOUT is QK_GFX12, QK_GFX11 or QK_SM89"
+#  error "QK_HOST_LAYOUT is QK_GFX12, QK_GFX11, QK_SM89 or QK_GFX10"
 #endif
 
 namespace qk {
@@ -66,7 +69,7 @@ template <Format kW, Format kX>
 using DenseMma = typename MmaGfx11<LayoutGfx11<kW, kX>, kX>::Type;
 template <Format kW, Format kX>
 using SparseMma = typename MmaGfx11<SparseLayoutGfx11<kW, kX>, kX>::Type;
-#else
+#elif QK_HOST_LAYOUT == QK_SM89
 /// One instruction, which has half of a block's tokens: the other half are zeros.
 struct StepSm89 : OutputsSm89 {
   static constexpr bool kSparse = false;
@@ -123,7 +126,7 @@ using HalfMma = HostHalfMma<HalfLayoutGfx12, host::IsaHalfGfx12, kIo, true>;
 #elif QK_HOST_LAYOUT == QK_GFX11
 template <Io kIo>
 using HalfMma = HostHalfMma<HalfLayoutGfx11, host::IsaGfx11, kIo, true>;
-#else
+#elif QK_HOST_LAYOUT == QK_SM89
 template <Io kIo>
 using HalfMma = HostHalfMma<HalfLayoutSm89, host::IsaHalfSm89, kIo, false>;
 #endif

@@ -21,6 +21,7 @@
 #define QK_GFX12 0
 #define QK_GFX11 1
 #define QK_SM89 2
+#define QK_GFX10 3
 // Of QK_ACT: what stands between a norm or a product and its codes.
 #define QK_IDENTITY 0
 #define QK_SILU 1

@@ -15,14 +15,10 @@
 // There is no sparse instruction: the kept codes are spread over a dense row in registers.
 #pragma once
 
+#include "spread.h"
 #include "widen.h"
 
 namespace qk {
-
-/// A group of four from its two kept codes (low byte first) and its nibble of positions.
-QK_DEVICE u32 expand_group(u32 kept, u32 nibble) {
-  return (kept & 0xffu) << (nibble << 3 & 24u) | (kept >> 8 & 0xffu) << (nibble << 1 & 24u);
-}
 
 /// A lane's 16 codes of a row, as the matrix instruction takes them: widened.
 template <Format kFormat>
@@ -87,21 +83,11 @@ template <Format kW, Format kX>
 struct SparseLayoutGfx11 : LayoutGfx11<kW, kX> {
   using Dense = LayoutGfx11<kW, kX>;
   static constexpr bool kSparse = true;
-  struct alignas(8) Kept {
-    u32 v[2];
-  };
-
   template <int kPitch, int kCodes, int kBlocksN>
   static QK_DEVICE typename Dense::A load_a(const u8* rows, int block, int chunk, int lane) {
     const u8* const row = rows + Dense::weight_row(block, lane) * kPitch;
-    const Kept kept = load<Kept>(row + Dense::kChunk / 2 * chunk);
-    const u32 nibbles = load<u16>(row + kCodes + Dense::kChunk / 8 * chunk);
-    Vec16 codes;
-    QK_UNROLL for (int group = 0; group < 4; ++group) {
-      codes.v[group] =
-          expand_group(kept.v[group / 2] >> (16 * (group % 2)), nibbles >> (4 * group));
-    }
-    return Dense::A::of(codes);
+    return Dense::A::of(
+        expand_run(row + Dense::kChunk / 2 * chunk, row + kCodes + Dense::kChunk / 8 * chunk));
   }
 };
 

@@ -10,6 +10,8 @@
 
 #if defined(QK_HOST) && QK_HOST
 #  include "mma_host.h"
+#elif defined(__GFX10__)
+#  include "mma_gfx10.h"
 #elif defined(__gfx1200__) || defined(__gfx1201__) || defined(__gfx12_generic__)
 #  include "mma_gfx12.h"
 #elif defined(__GFX11__)
@@ -17,5 +19,5 @@
 #elif defined(QK_NVIDIA)
 #  include "mma_sm89.h"
 #elif defined(__HIP_DEVICE_COMPILE__)
-#  error "no matrix policy for this target: gfx11, gfx1200, gfx1201, sm_89 and the host have one"
+#  error "no matrix policy for this target: RDNA2 to 4, NVIDIA from sm_80 on and the host have one"
 #endif

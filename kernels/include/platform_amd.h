@@ -114,6 +114,13 @@ QK_DEVICE u32 scale_codes(u32 codes, int s) {
   return __builtin_bit_cast(u32, __builtin_bit_cast(Halves, codes) * factor + offset);
 }
 
+#if defined(__GFX10__)
+/// A sum and the products of the four int8 codes in each word: v_dot4c_i32_i8.
+QK_DEVICE int dot4(u32 a, u32 b, int sum) {
+  return __builtin_amdgcn_sdot4(static_cast<int>(a), static_cast<int>(b), sum, false);
+}
+#endif
+
 /// Bytes 0 and 1, or 2 and 3, in the low halves of two f16 from 1024 to 1279: v_perm_b32.
 QK_DEVICE u32 spread_low_bytes(u32 word) {
   return __builtin_amdgcn_perm(0x64646464u, word, 0x04010400u);

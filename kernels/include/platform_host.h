@@ -70,6 +70,13 @@ QK_DEVICE void schedule_barrier() {}
 template <class T>
 QK_DEVICE void finish(T&) {}
 
+/// A sum and the products of the four int8 codes in each word.
+QK_DEVICE int dot4(u32 a, u32 b, int sum) {
+  for (int shift = 0; shift < 32; shift += 8)
+    sum += static_cast<i8>(a >> shift) * static_cast<i8>(b >> shift);
+  return sum;
+}
+
 /// Largest value over the wave. One rendezvous instead of five shuffles: a fiber switch is what
 /// costs here.
 QK_DEVICE u32 wave_max(u32 value) {

@@ -1,13 +1,20 @@
 """The targets of the kernels: how each is compiled, and the limits that its objects must keep."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from quantkit.device.tile_speeds import (
+    GFX10_MATRIX,
+    GFX10_TILES,
+    GFX11_MATRIX,
+    GFX11_TILES,
+    GFX12_MATRIX,
+    GFX12_TILES,
+    SM89_MATRIX,
+    SM89_TILES,
+    TileSpeed,
+)
 from quantkit.errors import KernelError
-
-#: operation -> a number per tile of the menu
-TileSpeed = tuple[tuple[str, tuple[float, ...]], ...]
 
 
 class Toolchain(Enum):
@@ -167,118 +174,21 @@ _ADA = RegisterFile(registers=512, granule=8, waves=12, simds=4, lds=100 * 1024)
 # as public benchmarks measured it. RDNA3 is taken to have the same LDS.
 _RDNA4_MATRIX = MatrixUnit(cycles=8, half_cycles=16, simds=2, lds_rate=79.0)
 _RDNA3_MATRIX = MatrixUnit(cycles=32, half_cycles=32, simds=2, lds_rate=79.0)
-
-
-#: How names of operations that multiply end: codes and, but for dense weights, these.
-_KINDS = ("fp8", "fp8_sparse", "int8", "int8_sparse", "w4a8")
-#: Products that may be added to something.
-_ADDED = ("gemm", "conv")
-#: Products that end in codes -> the kinds that have them, on the first two tiles alone.
-_ENDS_IN_CODES = {
-    "project_gelu": _KINDS,
-    "project_codes": _KINDS,
-    "project_values": ("fp8", "int8"),
-    "project_heads": ("fp8", "fp8_sparse", "int8"),
-}
-
-
-def _tile_speed(
-    gemm: Sequence[tuple[float, ...]], conv: Sequence[tuple[float, ...]], gated: int | None = None
-) -> TileSpeed:
-    """Return the rows of all products.
-
-    Args:
-        gemm: by kind, of GEMMs whatever their end.
-        conv: by kind.
-        gated: tiles of GEGLU; None: all.
-    """
-    gemms = dict(zip(_KINDS, gemm, strict=True))
-    convs = dict(zip(_KINDS, conv, strict=True))
-    found = {f"gemm_{kind}": tiles for kind, tiles in gemms.items()}
-    found |= {f"conv_{kind}": tiles for kind, tiles in convs.items()}
-    found |= {f"{op}_residual": tiles for op, tiles in found.items()}
-    found |= {f"geglu_{kind}": tiles[:gated] for kind, tiles in gemms.items()}
-    for end, kinds in _ENDS_IN_CODES.items():
-        found |= {f"{end}_{kind}": gemms[kind][:2] for kind in kinds}
-    return tuple(found.items())
-
-
-# Not measured. t0, t1 and t3: what `kernels check` says that issue and LDS allow. t2 and t4 are
-# bound by the weights they read; these figures give t4, whose blocks are smaller, all M <= 16.
-# int8's instructions take fragments and cycles as FP8's do.
-_GFX12_DENSE, _GFX12_SPARSE = (0.87, 0.80, 0.25, 0.88, 0.27), (0.75, 0.61, 0.25, 0.77, 0.27)
-_GFX12_CONV = ((0.80, 0.68, 0.25, 0.81), (0.63, 0.48, 0.25, 0.65))
-_GFX12_TILES = _tile_speed(
-    gemm=(*(_GFX12_DENSE, _GFX12_SPARSE) * 2, (0.79, 0.68, 0.25, 0.84)),
-    conv=(*_GFX12_CONV * 2, (0.73, 0.59, 0.25, 0.77)),
-)
-# Not measured: the same figures. FP8 is widened to float16, which takes more cycles than the
-# products; 2:4 codes are spread in registers.
-_GFX11_TILES = _tile_speed(
-    gemm=(
-        *((0.44, 0.34, 0.20), (0.40, 0.29, 0.17)),
-        *((0.94, 0.91, 0.20), (0.76, 0.62, 0.17), (0.92, 0.86, 0.20)),
-    ),
-    conv=(
-        *((0.39, 0.34, 0.20), (0.34, 0.29, 0.17)),
-        *((0.92, 0.87, 0.20), (0.75, 0.60, 0.17), (0.90, 0.83, 0.20)),
-    ),
-)
-# TFLOP/s of GEMMs at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions.
-# GEGLU has no t2 there: of a wave's 32 rows a lane would have two codes, which are no word.
-_SM89 = (*((221.0, 237.0, 156.0), (13.0, 57.0, 86.0)) * 2, (221.0, 237.0, 156.0))
-_SM89_TILES = _tile_speed(_SM89, _SM89, gated=2)
-
-
-def _instructions(
-    fp8: tuple[str, str], int8: tuple[str, str], **others: str
-) -> tuple[tuple[str, str], ...]:
-    """Return the matrix instruction of every operation that has one.
-
-    Args:
-        fp8: of products of FP8 with dense and with 2:4 weights.
-        int8: likewise; int4 weights are int8 when they multiply.
-        others: operation -> instruction.
-    """
-    by_kind = dict(zip(_KINDS, (*fp8, *int8, int8[0]), strict=True))
-    products = dict.fromkeys(("gemm", "conv", "geglu"), _KINDS) | _ENDS_IN_CODES
-    found = {f"{op}_{kind}": by_kind[kind] for op, kinds in products.items() for kind in kinds}
-    found |= {f"{op}_residual": how for op, how in found.items() if op.startswith(_ADDED)}
-    return tuple((found | others).items())
-
-
-# {w} and {x}: fp8 for e4m3fn, bf8 for e5m2; {io}: f16 or bf16.
-_GFX12_MATRIX = _instructions(
-    fp8=("v_wmma_f32_16x16x16_{w}_{x}", "v_swmmac_f32_16x16x32_{w}_{x}"),
-    int8=("v_wmma_i32_16x16x16_iu8", "v_swmmac_i32_16x16x32_iu8"),
-    gemm_w16="v_wmma_f32_16x16x16_{io}",
-    attention_fp8="v_wmma_f32_16x16x16_fp8_fp8",
-    attention_int8="v_wmma_i32_16x16x16_iu8",
-    attention_fp8_codes="v_wmma_f32_16x16x16_fp8_fp8",
-    attention_int8_codes="v_wmma_i32_16x16x16_iu8",
-    attention_fp8_f16="v_wmma_f32_16x16x16_f16",
-    attention_int8_f16="v_wmma_f32_16x16x16_f16",
-)
-_GFX11_MATRIX = _instructions(
-    fp8=("v_wmma_f32_16x16x16_f16", "v_wmma_f32_16x16x16_f16"),
-    int8=("v_wmma_i32_16x16x16_iu8", "v_wmma_i32_16x16x16_iu8"),
-    gemm_w16="v_wmma_f32_16x16x16_{io}",
-)
-_SM89_MATRIX = _instructions(
-    fp8=("QMMA", "QMMA"),
-    int8=("IMMA", "IMMA"),
-    gemm_w16="HMMA",
-    attention_fp8="QMMA",
-    attention_int8="IMMA",
-    attention_fp8_codes="QMMA",
-    attention_int8_codes="IMMA",
-)
+# dot4 in each lane is one vector instruction like others; the same LDS.
+_RDNA2_DOT = MatrixUnit(cycles=1, half_cycles=1, simds=2, lds_rate=79.0)
 
 
 # int8 attention took 1.05 times as long as torch's on a 7900 XTX (comfy-kitchen, issue 104).
 _GFX11_WITHOUT = tuple(
     (family, "RDNA3 has no FP8 matrix instructions, and torch's attention is as fast as int8")
     for family in ("attention", "attention_codes", "attention_f16")
+)
+_GFX10_WITHOUT = (
+    *(
+        (name, "RDNA2 multiplies codes by dot4 of int8: int8 and int4 have kernels")
+        for name in ("fp8", "attention", "attention_codes", "attention_f16")
+    ),
+    ("gemm_w16", "RDNA2 has no matrix instructions for 16-bit inputs, so torch multiplies them"),
 )
 _NVIDIA_WITHOUT = (
     ("attention_f16", "probabilities and values in 16 bit have kernels on RDNA4 and CPUs alone"),
@@ -295,23 +205,33 @@ _RDNA4 = Arch(
     "",
     Toolchain.CLANG,
     "",
-    matrix_instruction=_GFX12_MATRIX,
+    matrix_instruction=GFX12_MATRIX,
     matrix_unit=_RDNA4_MATRIX,
     hides_scalar_writes=True,
     # torch counts work group processors, of two compute units each, as multiprocessors.
     units=2,
-    tile_speed=_GFX12_TILES,
+    tile_speed=GFX12_TILES,
     formats="INT8 and FP8 are equally fast, and faster with 4:2; attention has kernels in 8 bits",
 )
 _RDNA3 = replace(
     _RDNA4,
-    matrix_instruction=_GFX11_MATRIX,
+    matrix_instruction=GFX11_MATRIX,
     matrix_unit=_RDNA3_MATRIX,
     hides_scalar_writes=False,
-    tile_speed=_GFX11_TILES,
+    tile_speed=GFX11_TILES,
     without=_GFX11_WITHOUT,
     formats="INT8 is the fastest, at the matrix rate of 16 bit, then INT4; FP8 is widened to 16 "
     "bit, 4:2 saves bytes alone, and attention stays in 16 bit",
+)
+_RDNA2 = replace(
+    _RDNA3,
+    matrix_instruction=GFX10_MATRIX,
+    matrix_unit=_RDNA2_DOT,
+    tile_speed=GFX10_TILES,
+    without=_GFX10_WITHOUT,
+    formats="INT8 is the fastest, by dot products of four, then INT4, not measured; 4:2 saves "
+    "bytes and takes longer, FP8 is torch's, from dequantized weights, and attention stays in "
+    "16 bit",
 )
 # 128x128 of widened FP8 codes and 2:4 weights takes 256 registers, and spills five, where the
 # compiler may not use more.
@@ -319,7 +239,7 @@ _SPILLS = ("conv_fp8_sparse", "conv_fp8_sparse_residual")
 _RDNA3_SMALL = replace(
     _RDNA3,
     tile_speed=tuple(
-        (op, (0.0, *tiles[1:]) if op in _SPILLS else tiles) for op, tiles in _GFX11_TILES
+        (op, (0.0, *tiles[1:]) if op in _SPILLS else tiles) for op, tiles in GFX11_TILES
     ),
 )
 
@@ -336,14 +256,22 @@ _RADEONS = (
     ("gfx1151", _RDNA3, _RDNA, "RDNA3.5, Radeon 8060S, 8050S, 8040S"),
     ("gfx1152", _RDNA3_SMALL, _RDNA_SMALL, "RDNA3.5, Radeon 860M, 840M"),
     ("gfx1153", _RDNA3_SMALL, _RDNA_SMALL, "RDNA3.5, Radeon 840M, 820M"),
+    ("gfx1030", _RDNA2, _RDNA_SMALL, "RDNA2, RX 6800 and 6900 series"),
+    ("gfx1031", _RDNA2, _RDNA_SMALL, "RDNA2, RX 6700 series"),
+    ("gfx1032", _RDNA2, _RDNA_SMALL, "RDNA2, RX 6600 series"),
+    ("gfx1033", _RDNA2, _RDNA_SMALL, "RDNA2, Steam Deck"),
+    ("gfx1034", _RDNA2, _RDNA_SMALL, "RDNA2, RX 6500 XT, RX 6400"),
+    ("gfx1035", _RDNA2, _RDNA_SMALL, "RDNA2, Radeon 680M, 660M"),
+    ("gfx1036", _RDNA2, _RDNA_SMALL, "RDNA2, graphics of Ryzen 7000 and 9000 for desktops"),
     ("gfx12-generic", _RDNA4, _RDNA, "all RDNA4 cards, by objects built ahead of time"),
     ("gfx11-generic", _RDNA3_SMALL, _RDNA_SMALL, "all RDNA3 cards, by objects built ahead of time"),
+    ("gfx10-3-generic", _RDNA2, _RDNA_SMALL, "all RDNA2 cards, by objects built ahead of time"),
 )
 
 
 def _devices_of(target: str) -> tuple[str, ...]:
     """Return the devices that run the objects of a Radeon's target."""
-    generation = target.removesuffix("-generic")
+    generation = target.removesuffix("-generic").replace("-", "")
     return tuple(n for n, *_ in _RADEONS if n.startswith(generation) and not n.endswith("generic"))
 
 
@@ -385,7 +313,7 @@ ARCHS: dict[str, Arch] = {
             Toolchain.NVRTC,
             "Hopper, H100 and H200: GEMMs and attention with wgmma, compiled at first use",
             devices=("sm_90",),
-            tile_speed=_SM89_TILES,
+            tile_speed=SM89_TILES,
             own=("attention", "attention_codes"),
             on_request=_HOPPER_ON_REQUEST,
             from_keys=_HOPPER_FROM_KEYS,
@@ -399,10 +327,10 @@ ARCHS: dict[str, Arch] = {
             Toolchain.NVRTC,
             "Ada, RTX 40 series; later NVIDIA cards take its instructions too",
             _ADA,
-            _SM89_MATRIX,
+            SM89_MATRIX,
             lds_limit=48 * 1024,
             devices=("sm_89", "sm_100", "sm_103", "sm_120", "sm_121"),
-            tile_speed=_SM89_TILES,
+            tile_speed=SM89_TILES,
             on_request=_SM89_ON_REQUEST,
             without=_NVIDIA_WITHOUT,
             formats="INT8 and FP8 have one rate, 4:2 a higher one, not measured; attention stays "
@@ -414,10 +342,10 @@ ARCHS: dict[str, Arch] = {
             "Ampere, A100 and RTX 30 series: what multiplies int8, and weights of 16-bit inputs",
             # That of compute capability 8.6, which most of these cards have.
             _ADA,
-            _SM89_MATRIX,
+            SM89_MATRIX,
             lds_limit=48 * 1024,
             devices=("sm_80", "sm_86", "sm_87"),
-            tile_speed=_SM89_TILES,
+            tile_speed=SM89_TILES,
             without=_SM80_WITHOUT,
             formats="INT8 is the fastest, then INT4, not measured; FP8 is torch's, from "
             "dequantized weights, and attention stays in 16 bit",
@@ -428,14 +356,13 @@ ARCHS: dict[str, Arch] = {
 
 #: Start of a device's name -> why it has no kernels.
 _NO_KERNELS = (
-    ("gfx103", "RDNA2 (RX 6000 series) has no matrix instructions"),
-    ("gfx10", "RDNA1 (RX 5000 series) has no matrix instructions"),
+    ("gfx10", "RDNA1 (RX 5000 series) has no matrix instructions, nor has all of it dot4"),
     ("gfx9", "Instinct and Vega run waves of 64 lanes, and kernels take 32"),
     ("sm_7", "Volta and Turing lack what the kernels copy with (cp.async)"),
 )
 
-#: Whose fragments the host's emulated matrix instruction has; the index is QK_HOST_LAYOUT.
-HOST_LAYOUTS = ("gfx12", "gfx11", "sm89")
+#: Whose fragments the host's products have; the index is QK_HOST_LAYOUT. gfx10: of int8 alone.
+HOST_LAYOUTS = ("gfx12", "gfx11", "sm89", "gfx10")
 
 
 def find_arch(name: str) -> Arch:

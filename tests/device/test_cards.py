@@ -21,7 +21,7 @@ from quantkit.device.ops.table import OPS, default_variants
 from quantkit.device.tile_choice import choose_tile, variants_for
 from quantkit.errors import KernelError
 from tests.support.kernel_cases import need
-from tests.support.standin_calls import GEMMS, SMALL, prebuilt, quantize
+from tests.support.standin_calls import SMALL, prebuilt, quantize
 
 RADEONS = [a for a in ARCHS.values() if a.toolchain is Toolchain.CLANG]
 #: gcnArchName -> a card of it, from public lists (docs.kernel.org, TheRock), and its generation.
@@ -36,6 +36,13 @@ CARDS = {
     "gfx1151": ("AMD Radeon 8060S Graphics", 3),
     "gfx1152": ("AMD Radeon 860M Graphics", 3),
     "gfx1153": ("AMD Radeon 820M Graphics", 3),
+    "gfx1030": ("AMD Radeon RX 6800 XT", 2),
+    "gfx1031": ("AMD Radeon RX 6700 XT", 2),
+    "gfx1032": ("AMD Radeon RX 6600", 2),
+    "gfx1033": ("AMD Custom GPU 0405", 2),
+    "gfx1034": ("AMD Radeon RX 6500 XT", 2),
+    "gfx1035": ("AMD Radeon 680M", 2),
+    "gfx1036": ("AMD Radeon Graphics", 2),
 }
 
 
@@ -59,10 +66,11 @@ def told(command, *arguments):
 @pytest.mark.parametrize("architecture", CARDS)
 def test_doctor_and_recipes_know_the_card(hip, monkeypatch, pipeline_dir, architecture):
     card, generation = CARDS[architecture]
-    count = {4: 5, 3: 3}[generation]
-    hip.provide(
-        *(Variant(op, (*selftest._words(op), f"t{i}")) for op in GEMMS for i in range(count))
-    )
+    device = hip.device(architecture)
+    tested = selftest._OPS if generation > 2 else selftest._OPS_WITHOUT_FP8
+    ops = [OPS[name] for name in tested]
+    every = [Variant(op, (*selftest._words(op), f"t{i}")) for op in ops for i in range(5)]
+    hip.provide(*variants_for(device.arch, every))
     hip.set(TARGET=architecture)  # refuses objects for another name, as the driver does
     plug(monkeypatch, card, architecture)
     monkeypatch.setattr(selftest, "find_device", lambda index: hip.device(architecture))
@@ -71,14 +79,18 @@ def test_doctor_and_recipes_know_the_card(hip, monkeypatch, pipeline_dir, archit
     assert f"compiled for {architecture}; HIP" in text
     found = {o["op"]: o for o in json.loads(told(doctor, "--json"))["operations"][len(OPS) :]}
     kernels = {name for name, o in found.items() if o["backend"] == "gpu"}
-    assert {"gemm_int8", "gemm_fp8", "gemm_w4a8", "conv_int8", "geglu_int8"} <= kernels
+    assert {"gemm_int8", "gemm_int8_sparse", "gemm_w4a8", "conv_int8", "geglu_int8"} <= kernels
     attention = {name for name, op in OPS.items() if op.family.startswith("attention")}
-    assert kernels == OPS.keys() - (attention if generation == 3 else set())
+    fp8 = {name for name in OPS if "fp8" in name}
+    without = {4: set(), 3: attention, 2: attention | fp8 | {"gemm_w16"}}[generation]
+    assert kernels == OPS.keys() - without
     best = {
+        2: "INT8 is the fastest, by dot products of four, then INT4",
         3: "INT8 is the fastest, at the matrix rate of 16 bit, then INT4; FP8 is widened",
         4: "INT8 and FP8 are e",
     }
-    stays = {3: "attention stays in 16 bit", 4: "attention has kernels in 8 bits"}
+    stays = {2: "FP8 is torch's, from dequantized weights, and attention stays in 16 bit"}
+    stays |= {3: "attention stays in 16 bit", 4: "attention has kernels in 8 bits"}
     for answer in (text, told(recipes, pipeline_dir)):
         assert best[generation] in answer
         assert stays[generation] in answer
@@ -88,9 +100,8 @@ def test_doctor_and_recipes_know_the_card(hip, monkeypatch, pipeline_dir, archit
 @pytest.mark.parametrize(
     ("card", "architecture", "why"),
     [
-        ("AMD Radeon RX 6800 XT", "gfx1030", r"RDNA2 \(RX 6000 series\) has no matrix instr"),
-        ("AMD Radeon RX 6600", "gfx1032", r"RDNA2 \(RX 6000 series\) has no matrix instr"),
         ("AMD Radeon RX 5700 XT", "gfx1010", r"RDNA1 \(RX 5000 series\) has no matrix instr"),
+        ("AMD Radeon RX 5500 XT", "gfx1012", r"RDNA1 \(RX 5000 series\) has no matrix instr"),
         ("AMD Instinct MI250X", "gfx90a:sramecc+:xnack-", "Instinct and Vega run waves of 64 lan"),
         ("AMD Instinct MI300X", "gfx942:sramecc+:xnack-", "Instinct and Vega run waves of 64 lan"),
         ("AMD Radeon VII", "gfx906", "Instinct and Vega run waves of 64 lanes, and kernels take"),
@@ -130,8 +141,10 @@ def test_small_register_files_agree_with_clang(registers, waves):
 def test_tiles_that_spill_are_left_out(op):
     """Where the compiler may use 1024 registers a lane; found by compiling all of them."""
     small = {a.name for a in RADEONS if a.register_file.registers == 1024}
+    rdna2 = {"gfx10-3-generic", *ARCHS["gfx10-3-generic"].devices}
+    small -= rdna2
     assert small == {"gfx1102", "gfx1103", "gfx1150", "gfx1152", "gfx1153", "gfx11-generic"}
-    for arch in RADEONS:
+    for arch in (a for a in RADEONS if a.name not in rdna2):
         kept = {
             v.word("QK_TILE") for v in variants_for(arch, default_variants()) if v.op.name == op
         }
@@ -143,7 +156,8 @@ def test_tiles_that_spill_are_left_out(op):
 
 
 def test_generic_targets_have_what_their_devices_have():
-    for name, generation in (("gfx11-generic", "gfx11"), ("gfx12-generic", "gfx12")):
+    for name in ("gfx10-3-generic", "gfx11-generic", "gfx12-generic"):
+        generation = name.removesuffix("-generic").replace("-", "")
         generic = ARCHS[name]
         members = [a for a in RADEONS if a.name.startswith(generation) and a is not generic]
         assert generic.devices == tuple(a.name for a in members)
@@ -193,6 +207,8 @@ FLAGS = {
     "gfx1151": (0x4A, 0),
     "gfx11-generic": (0x54, 1),
     "gfx12-generic": (0x59, 1),
+    "gfx1032": (0x38, 0),
+    "gfx10-3-generic": (0x53, 1),
 }
 
 

@@ -64,7 +64,7 @@ def test_words_have_the_numbers_of_the_header():
             assert number == 1
         elif macro not in {"QK_SMOOTH", "QK_MOMENTS"}:
             assert (numbers[word.upper()] if word else 0) == number, (macro, word)
-    assert [numbers[layout.upper()] for layout in HOST_LAYOUTS] == [0, 1, 2]
+    assert [numbers[layout.upper()] for layout in HOST_LAYOUTS] == [0, 1, 2, 3]
     for kind in WeightKind:
         assert f"-DQK_WEIGHTS={numbers[f'WEIGHTS_{kind.value.upper()}']}" == kind.define
 

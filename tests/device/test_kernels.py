@@ -12,7 +12,7 @@ import torch
 from quantkit.device import compilers
 from quantkit.device.aot.check import check_folder
 from quantkit.device.aot.object_build import build
-from quantkit.device.archs import ARCHS, HOST_LAYOUTS, Toolchain
+from quantkit.device.archs import ARCHS, Toolchain
 from quantkit.device.gpu import nvrtc
 from quantkit.device.ops.axes import FP8
 from quantkit.device.ops.norms.quantize import quantize_static, quantize_token
@@ -27,6 +27,7 @@ from tests.support.kernel_cases import (
     formats_of,
     gemm_case,
     launch,
+    layouts_of,
     need,
     of_family,
     paired_variants,
@@ -63,7 +64,7 @@ def telling(op, layout="gfx12", tile="t1"):
     return pytest.param(Variant(op, words), layout, id=f"{op.name}-{layout}-{tile}")
 
 
-EVERYWHERE = [telling(op, layout) for op in GEMMS for layout in HOST_LAYOUTS]
+EVERYWHERE = [telling(op, layout) for op in GEMMS for layout in layouts_of(op.name)]
 # The one tile that does not take its operands through LDS.
 EVERYWHERE += [telling(op, tile="t4") for op in GEMMS]
 

@@ -110,15 +110,25 @@ def test_codes_are_where_attention_reads_them(sizes, fmt):
     assert torch.equal(found, widened(codes.transpose(1, 2), up(d), up(sizes[1])))
 
 
-@pytest.mark.parametrize("case", turned(HOST_LAYOUTS, ["project_codes_fp8", "project_values_fp8"]))
+#: Host layout -> the format of codes that it is asked for.
+CODES = dict.fromkeys(HOST_LAYOUTS, "e4m3fn") | {"gfx10": "int8"}
+
+
+def variants_of(op, fmt):
+    return [v for v in all_variants(op) if v.words[:2] == (fmt, fmt)]
+
+
+@pytest.mark.parametrize("case", turned(HOST_LAYOUTS, ["project_codes", "project_values"]))
 def test_every_tile_and_layout_writes_all_and_nothing_else(case):
     """Outputs lie between bytes that must not change."""
-    layout, op = case[0], OPS[case[1]]
-    variants = [v for v in all_variants(op) if v.words[:2] == ("e4m3fn", "e4m3fn")]
+    layout, name = case
+    fmt = CODES[layout]
+    op = OPS[name_for(name, fmt, fmt)]
+    variants = variants_of(op, fmt)
     for variant in variants:
         for sizes in SIZES:
             case = Case.draw(sizes)
-            operands, options = case.operands("e4m3fn"), case.options("e4m3fn")
+            operands, options = case.operands(fmt), case.options(fmt)
             numbers = op.integers(op.check(op, operands, options).sizes)
             ((shape, dtype),) = op.outputs(operands, options)
             names = [a.name for a in op.args if a.is_pointer]
@@ -138,8 +148,10 @@ def kept_of(w):
 def test_three_projections_of_an_input_are_those_of_each(case):
     """In every tile, between bytes that must not change."""
     layout, sparse = case
-    op = OPS[name_for("project_heads", "e4m3fn", "e4m3fn", sparse=sparse)]
-    variants = [v for v in all_variants(op) if v.words[:2] == ("e4m3fn", "e4m3fn")]
+    fmt = CODES[layout]
+    sparse = sparse and fmt != "int8"  # which has no 2:4 here
+    op = OPS[name_for("project_heads", fmt, fmt, sparse=sparse)]
+    variants = variants_of(op, fmt)
     assert len(variants) == 2
     for variant in variants:
         for sizes in SIZES:
@@ -149,7 +161,7 @@ def test_three_projections_of_an_input_are_those_of_each(case):
             if sparse:
                 cases = zip((q, k, v), masks, strict=True)
                 q, k, v = (replace(case, w=case.w * mask) for case, mask in cases)
-            of_each = [case.operands("e4m3fn") for case in (q, k, v)]
+            of_each = [case.operands(fmt) for case in (q, k, v)]
             x, x_scale = of_each[0][:2]
             scale, bias = (torch.stack([o[i] for o in of_each]) for i in (3, 4))
             weights = [o[2] for o in of_each]
@@ -157,12 +169,12 @@ def test_three_projections_of_an_input_are_those_of_each(case):
                 packed = map(pack_two_of_four, weights, masks)
                 weights = [part for parts in packed for part in parts]
             operands = (x, x_scale, *weights, scale, bias)
-            options = q.options("e4m3fn")
+            options = q.options(fmt)
             outputs = op.outputs(operands, options)
             tensors = (*operands, *(torch.empty(s, dtype=dtype) for s, dtype in outputs))
             named = dict(zip((a.name for a in op.args if a.is_pointer), tensors, strict=True))
             found = launch(variant, layout, named, op.check(op, operands, options).sizes)
-            ends = ("project_codes_fp8", "project_codes_fp8", "project_values_fp8")
+            ends = [name_for(f"project_{end}", fmt, fmt) for end in ("codes", "codes", "values")]
             for part, end, of in zip("qkv", ends, of_each, strict=True):
                 assert torch.equal(found[f"{part}_codes"], OPS[end].reference(*of, *options))
 

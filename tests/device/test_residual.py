@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quantkit.device import compilers, log
-from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.backends import Backend, use
 from quantkit.device.geometry import tiles
 from quantkit.device.gpu import nvrtc
@@ -28,14 +27,16 @@ from tests.support.hopper_cases import (
     symbol,
     weights,
 )
-from tests.support.kernel_cases import DTYPES, launch, need, operate
+from tests.support.kernel_cases import DTYPES, launch, layouts_of, need, operate
 
 FP8 = ("e4m3fn", "e4m3fn")
 #: Layout of fragments -> operation, and words of its variant.
 VARIANTS = [
     *((layout, "gemm_fp8", (*FP8, "token", "channel", "", "f16", "t1"))
-      for layout in HOST_LAYOUTS),
+      for layout in layouts_of("gemm_fp8")),
     ("gfx11", "conv_fp8", (*FP8, "tensor", "channel", "", "bf16", "t1")),
+    ("gfx10", "gemm_int8", ("int8", "int8", "token", "channel", "", "f16", "t0")),
+    ("gfx10", "conv_w4a8", ("int8", "int4", "tensor", "channel", "", "bf16", "t1")),
     ("gfx12", "gemm_fp8", (*FP8, "tensor", "channel", "", "f16", "t0")),
     ("gfx12", "gemm_fp8_sparse", (*FP8, "token", "tensor", "", "bf16", "t3")),
     ("gfx12", "gemm_int8", ("int8", "int8", "token", "channel", "", "f32", "t2")),

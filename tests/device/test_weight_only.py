@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from quantkit.device import compilers
-from quantkit.device.archs import HOST_LAYOUTS
 from quantkit.device.ops.op import Variant, all_variants
 from quantkit.device.ops.products.weight_only import BLOCKS, FORMATS, gemm_w16
 from quantkit.device.ops.table import OPS
 from quantkit.errors import KernelError, ShapeError
-from tests.support.kernel_cases import deviation, launch, need, operate
+from tests.support.kernel_cases import deviation, launch, layouts_of, need, operate
 from tests.support.sampling import one_of_each
 
 OP = OPS["gemm_w16"]
 NAMES = ("x", "w", "w_group", "w_scale", "bias")
+LAYOUTS = layouts_of("gemm_w16")
 #: Around every edge: of 16 and 64 tokens, of 32 outputs, of a pass of 8 or 16 groups along K.
 SHAPES = (
     (1, 1, 32),
@@ -82,7 +82,7 @@ def case_of(fmt, io, shape, generator):
     return Case(variant, dict(zip(NAMES, operands, strict=True)))
 
 
-EVERY = [(fmt, io, at) for fmt in FORMATS for io in ("f16", "bf16") for at in HOST_LAYOUTS]
+EVERY = [(fmt, io, at) for fmt in FORMATS for io in ("f16", "bf16") for at in LAYOUTS]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ EXTREME = {
 }
 
 
-@pytest.mark.parametrize("layout", HOST_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scale", EXTREME.values(), ids=EXTREME)
 @pytest.mark.parametrize("fmt", BLOCKS)
 def test_scales_of_groups_are_never_rounded(fmt, scale, layout, generator):
@@ -127,7 +127,7 @@ def test_scales_of_groups_are_never_rounded(fmt, scale, layout, generator):
     assert bool(y.any()) == (scale != 0)
 
 
-@pytest.mark.parametrize("layout", HOST_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("factor", [-15, 0, 1, 15])
 def test_every_int4_code_times_every_factor(factor, layout, generator):
     case = case_of("int4", "bf16", (16, 16, 32), generator)
@@ -141,7 +141,7 @@ def test_every_int4_code_times_every_factor(factor, layout, generator):
     assert torch.equal(case.run(layout).float(), wanted.float().reshape(16, 1).expand(16, 16))
 
 
-@pytest.mark.parametrize("layout", HOST_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_scales_of_channels_may_be_anything(layout, generator):
     case = case_of("int8", "f16", (3, 8, 64), generator)
     scale = torch.tensor([0.0, -1.0, 1e-40, -1e-45, 1e-7, 3e38, torch.inf, torch.nan])
@@ -152,7 +152,7 @@ def test_scales_of_channels_may_be_anything(layout, generator):
     assert torch.equal(y[:, 5:7], wanted[:, 5:7])
 
 
-@pytest.mark.parametrize("layout", HOST_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_nan_stays_in_its_row_and_its_column(layout, generator):
     case = case_of("e4m3fn", "bf16", (20, 40, 96), generator)
     case.tensors["w"][7, 95] = 0x7F
@@ -163,7 +163,7 @@ def test_a_nan_stays_in_its_row_and_its_column(layout, generator):
     assert torch.equal(wrong, wanted)
 
 
-@pytest.mark.parametrize("layout", HOST_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fmt", ["int4", "q4_0"])
 def test_a_wrong_scale_of_one_group_shows(fmt, layout, generator):
     case = case_of(fmt, "f16", (5, 40, 96), generator)

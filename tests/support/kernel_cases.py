@@ -261,7 +261,17 @@ def spacing(value, dtype):
 
 
 #: host layout -> a target that has its tiles
-TARGET_OF = {"gfx12": "gfx1201", "gfx11": "gfx1100", "sm89": "sm_89"}
+TARGET_OF = {"gfx12": "gfx1201", "gfx11": "gfx1100", "sm89": "sm_89", "gfx10": "gfx1030"}
+
+
+def layouts_of(name):
+    """Return the host's layouts whose targets have an operation."""
+    op = OPS[name]
+    return [
+        layout
+        for layout in HOST_LAYOUTS
+        if not ARCHS[TARGET_OF[layout]].why_without(op.family, name)
+    ]
 
 
 def covering_variants(op, *, pairs, layout="gfx12"):

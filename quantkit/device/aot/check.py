@@ -35,7 +35,7 @@ from quantkit.storage.jsonfile import short
 #: Bytes of an object; the largest has 0.2 MB.
 _LARGEST = 64 * 2**20
 
-_MATRIX_INSTRUCTION = re.compile(r"\bv_(?:s?wmmac?)_\w+")
+_MATRIX_INSTRUCTION = re.compile(r"\bv_(?:s?wmmac?_\w+|dot4c?_i32_i8)")
 
 
 @dataclass(frozen=True)

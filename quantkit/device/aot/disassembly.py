@@ -25,7 +25,7 @@ _END = "s_endpgm"
 
 #: First prefix that fits names the class. Waits include what only steers the issue.
 _CLASSES = (
-    ("matrix", ("v_wmma", "v_swmmac")),
+    ("matrix", ("v_wmma", "v_swmmac", "v_dot4c_i32_i8", "v_dot4_i32_i8")),
     ("vector", ("v_",)),
     ("lds", ("ds_",)),
     ("memory", ("global_", "buffer_", "flat_", "scratch_")),

@@ -16,7 +16,10 @@ _MATRIX = re.compile(r"v_s?wmmac?_\w+_\d+x\d+x(\d+)_")
 #: Of exp, log, reciprocals and roots, which have a quarter of the rate.
 _SLOW = re.compile(r"v_(?:s_)?(?:exp|log|rcp|rsq|sqrt|sin|cos)_")
 _SLOW_CYCLES = 4
-_LDS_ACCESS = re.compile(r"ds_(?:load|store)_(?P<two>2addr_(?:stride64_)?)?[ubi](?P<bits>\d+)")
+#: Before gfx11 read and write, read2 and read2st64.
+_LDS_ACCESS = re.compile(
+    r"ds_(?:load|store|read|write)(?P<two>2(?:st64)?_|_2addr_(?:stride64_)?)?_?[ubi](?P<bits>\d+)"
+)
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,8 @@ def find_loop(code: Sequence[Instruction], work: int, unit: MatrixUnit) -> Loop 
         return None
     inner = _innermost(spans)
     # Chunks of a step may be a loop of their own: its instructions count once per turn.
-    depth = next(int(m[1]) for i in inner.code if (m := _MATRIX.match(i.mnemonic)))
-    turns = max(1, work // (16 * 16 * depth * inner.matrix))
+    products = next(_products(i.mnemonic) for i in inner.code if i.kind == "matrix")
+    turns = max(1, work // (products * inner.matrix))
     # The longest: a compiler that rotates a loop branches back to more than one place.
     whole = max(inner.around(spans), key=_length, default=inner)
     issued: Counter[str] = Counter()
@@ -151,6 +154,12 @@ class _Span:
             for span in spans
             if span != self and span.first <= self.first and span.last >= self.last
         ]
+
+
+def _products(mnemonic: str) -> int:
+    """Return the products of a matrix instruction, or of dot4 in all lanes."""
+    match = _MATRIX.match(mnemonic)
+    return 16 * 16 * int(match[1]) if match else 4 * _LANES
 
 
 def _busy(instruction: Instruction, unit: MatrixUnit) -> int:

@@ -141,8 +141,9 @@ def _kernels(device: Device, op: Op) -> Iterator[tuple[Kernel, dict[str, int]]]:
             sizes = {"m": m, "n": n, "k": k}
             yield choose_kernel(device, op, _words(op), sizes), sizes
         return
-    count = len(dict(device.arch.tile_speed)[op.name])
-    for index, tile in enumerate(tiles()[:count]):
+    for index, tile in enumerate(tiles()):
+        if not device.arch.has_tile(op.name, f"t{index}"):
+            continue
         for m, n in (_PARTIAL, (tile.m, tile.n)):
             sizes = {"m": m, "n": n, "k": tile.k + 32}
             yield Variant(op, (*_words(op), f"t{index}")), sizes
