@@ -395,6 +395,7 @@ def test_replayed_steps_are_their_kernels_and_gaps(tiny):
     assert found["f16-replayed"].ms.high < found["f16"].ms.low
 
 
+@pytest.mark.slow
 def test_fast_sums_are_faster_on_hopper_alone(tiny):
     names = ("fp8-static-replayed", "fp8-static-fast-replayed")
     for card, faster in (("H200", True), ("gfx1201", False)):

@@ -322,7 +322,7 @@ def telling_objects(op, arch):
 
 
 COMPILED = [arch for arch in ARCHS.values() if arch.register_file]
-LOOKED_AT = {"gfx1200", "gfx1201", "gfx1100", "gfx11-generic", "sm_89"}
+LOOKED_AT = {"gfx1201", "gfx1100", "gfx11-generic", "sm_89"}
 
 
 def gated():

@@ -16,7 +16,7 @@ from tests.golden.table import differences
 from tests.support.kernel_cases import need
 
 #: Variants that are compiled of each target.
-SAMPLED = 4
+SAMPLED = 2
 #: Both read the fixture, which one worker of several is to make.
 TOGETHER = pytest.mark.xdist_group("golden")
 
@@ -42,12 +42,14 @@ def changed(found, *, sums):
 
 
 @TOGETHER
+@pytest.mark.slow
 def test_what_is_written_stays_as_it_is(found):
     said = changed(found, sums=False)
     assert not said, said
 
 
 @TOGETHER
+@pytest.mark.slow
 def test_what_sums_of_floats_decide_stays_as_it_is(found):
     here, then = artefacts.made_with(), artefacts.read().made_with
     if here != then:

@@ -477,6 +477,7 @@ def cli(*arguments, code=0):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_single_file_is_a_model_to_every_command(checkpoint, pipeline_dir, cache, tmp_path):
     config, packed = ("--config", pipeline_dir), tmp_path / "packed"
     cli("pack", checkpoint, *config, "-o", packed)

@@ -270,6 +270,7 @@ def smaller(line):
     return re.sub(r"--lpips-weights \S+", "--lpips-weights none", line)
 
 
+@pytest.mark.slow
 def test_tutorial_runs_from_its_first_command_to_its_last(workplace):
     page = ROOT / "docs" / "tutorial.md"
     workplace.joinpath("tutorial").mkdir()

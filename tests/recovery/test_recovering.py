@@ -409,6 +409,7 @@ FEW = ("--steps", 2, "--batch", 2, "--set", "calibration.steps=2", "--device", "
        "--json")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_command_trains_dense_fp8(pipeline_dir, tmp_path):
     result = command(pipeline_dir, "-o", tmp_path / "out", *FEW)
     assert result.exit_code == 0, result.output

@@ -139,6 +139,7 @@ def surgery(work, pipeline_dir):
     return work
 
 
+@pytest.mark.slow
 def test_sparsegpt_is_chosen_and_packs_to_what_was_measured(surgery, pipeline_dir, tmp_path):
     found = load_sensitivity(surgery / "sh.json")
     can = [layer for layer in found.layers if "2:4-wanda-e4m3fn-token" in layer.outcomes]

@@ -31,6 +31,7 @@ from tests.support.qwen_pipeline import tiny_qwen_pipeline
 
 pytest.importorskip("peft")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # peft's and diffusers', of versions to come
 ]
@@ -317,7 +318,6 @@ with small_pictures("QwenImagePipeline"):
 """
 
 
-@pytest.mark.slow
 def test_sdnq_draws_what_was_packed(made, tmp_path):
     folder = exported(made, "qwen", "int8", "sdnq", tmp_path / "out", "--requantize")
     stored = load_file(folder / "transformer" / WEIGHTS)
