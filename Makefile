@@ -40,7 +40,7 @@ test: $(INSTALLED) ## all tests but slow and exhaustive ones
 test-all: $(INSTALLED) ## all tests
 	$(PYTEST) tests
 
-slow: $(INSTALLED) ## tests that take more than ten seconds, which make test leaves out
+slow: $(INSTALLED) ## tests of whole ways and of more than five seconds, which make test leaves out
 	$(PYTEST) -m "slow and not gpu and not exhaustive" tests
 
 fast: $(INSTALLED) ## tests of the numbers, files and rules: 90 seconds
