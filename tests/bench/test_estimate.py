@@ -339,9 +339,7 @@ def test_cards_have_names_and_architectures(text):
 
 @pytest.mark.parametrize("text", ["", "gfx12", "gfx1201,", "sm_90a", "x" * 500, "\0", "cpu"])
 def test_unknown_cards_are_refused_with_the_list(text):
-    with pytest.raises(
-        InputError, match="expected gfx1201, gfx1200, gfx1100, gfx1101, gfx1102, "
-    ) as error:
+    with pytest.raises(InputError, match="expected one of RX 9070 XT, RX 9070, R9700, ") as error:
         find_card(text)
     assert len(str(error.value)) < 450
 

@@ -389,6 +389,8 @@ def test_every_gpu_row_can_be_found_and_has_a_tile_menu(arch):
     added = [name for name in menus if name.startswith(("gemm", "conv"))]
     menus |= {f"{name}_residual": menus[name] for name in added}
     menus |= {op.name: 2 for op in OPS.values() if op.family.startswith("project_")}
+    if arch.name.startswith("gfx10"):  # int8 alone
+        menus = {name: 0 if "fp8" in name else count for name, count in menus.items()}
     assert {op: len(speed) for op, speed in arch.tile_speed} == menus
     for device in arch.devices:
         assert arch_of_device(device).target_for(device) in (device, arch.name)

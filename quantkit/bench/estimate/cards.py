@@ -284,8 +284,6 @@ CARDS: dict[str, Card] = {
              "AMD's data sheet; 16 CUs x 64 at 2.82 GHz"),
         Card("Radeon 680M", "gfx1035", 12, _rates(7.4, 7.4, 3.7, 14.7), 1, 77, 2, 1.8, _RDNA2,
              "12 CUs x 64 at 2.4 GHz; two channels of DDR5-4800"),
-        Card("Radeon 610M", "gfx1036", 2, _rates(1.1, 1.1, 0.6, 2.3), 1, 83, 1, 0.3, _RDNA2,
-             "2 CUs x 64 at 2.2 GHz; two channels of DDR5-5200"),
         Card("H200", "sm_90", 132, _rates(989, 1979, 60), 2, 4800, 50, 31.0, _HOPPER,
              "NVIDIA's data sheet; lanes: 132 x 128 at 1.83 GHz"),
         Card("H100", "sm_90", 132, _rates(989, 1979, 60), 2, 3350, 50, 31.0, _HOPPER,
@@ -306,8 +304,8 @@ def find_card(text: str) -> Card:
     for card in CARDS.values():
         if expected in {card.name.casefold(), card.device}:
             return card
-    devices = dict.fromkeys(card.device for card in CARDS.values())
     raise InputError(
-        f"card {text!r:.80}: unknown, expected {', '.join(devices)}, or one of {', '.join(CARDS)}",
+        f"card {text!r:.80}: unknown, expected one of {', '.join(CARDS)}, or an architecture of "
+        "theirs, as gfx1201",
         fields=("estimate",),
     )
