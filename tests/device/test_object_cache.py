@@ -59,6 +59,8 @@ from quantkit.device.gpu.objects import read_object
 from quantkit.device.ops.op import all_variants
 from quantkit.device.ops.table import OPS
 driver = load_hip()
+print("ready", flush=True)
+input()
 for variant in list(all_variants(OPS["gemm_fp8"]))[:20]:
     found = read_object(driver, "gfx1201", variant)
     assert found.content.endswith(b"ppppppiii\\n"), found
@@ -67,10 +69,15 @@ print("whole")
 
 
 def test_processes_that_start_together_share_one_build(hip):
+    pipe = subprocess.PIPE
     started = [
-        subprocess.Popen([sys.executable, "-c", RACE], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", RACE], stdin=pipe, stdout=pipe, text=True)
         for _ in range(2)
     ]
+    assert {process.stdout.readline().strip() for process in started} == {"ready"}
+    for process in started:
+        process.stdin.write("\n")
+        process.stdin.flush()
     assert {process.communicate(timeout=120)[0].strip() for process in started} == {"whole"}
     assert hip.names().count("hiprtcCompileProgram") == 20
     assert len(list(cache.cache_directory().rglob("*.co"))) == 20
