@@ -6,6 +6,7 @@
 #pragma once
 
 #include "activation.h"
+#include "inside.h"
 #include "raster.h"
 #include "vector_io.h"
 
@@ -24,14 +25,6 @@ struct ActivatedArgs {
 
   QK_DEVICE int pitch() const { return prefix_columns + n; }
 };
-
-/// Numbers of kCount columns from `column` on; `other` past the end, and of null.
-template <int kCount>
-QK_DEVICE void load_columns(f32 (&numbers)[kCount], const f32* from, int column, int end,
-                            f32 other) {
-  QK_UNROLL for (int e = 0; e < kCount; ++e)
-    numbers[e] = from != nullptr && column + e < end ? from[column + e] : other;
-}
 
 /// Codes of the prefix of `rows` rows of the product, by `count` threads, of which this is
 /// number `index`.
@@ -82,75 +75,131 @@ struct ActivatedEpilogue {
     int per_token, per_channel;  // 0 or 1
   };
 
-  /// m0, n0: first token and output of the calling wave's accumulators; act: of QK_ACT.
+  /// m0, n0: first token and output of the calling wave's accumulators; act: of QK_ACT. Runs are
+  /// taken in a loop: unrolled, code is larger than its cache.
   template <class Mma, int kBlocksN, int kBlocksM>
   static QK_DEVICE void run(const ActivatedArgs& args, Scales scales, int act,
                             const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0, int n0) {
-    if (act == QK_SILU) run_as<QK_SILU, Mma, kBlocksN, kBlocksM>(args, scales, acc, m0, n0);
-    if (act == QK_GELU) run_as<QK_GELU, Mma, kBlocksN, kBlocksM>(args, scales, acc, m0, n0);
-    if (act == QK_TANH) run_as<QK_TANH, Mma, kBlocksN, kBlocksM>(args, scales, acc, m0, n0);
-  }
-
- private:
-  template <int kAct, class Mma, int kBlocksN, int kBlocksM>
-  static QK_DEVICE void run_as(const ActivatedArgs& args, Scales scales,
-                               const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0, int n0) {
     using Runs = typename Mma::template Runs<kBlocksN>;
     constexpr int kLength = Runs::kLength, kParts = kBlocksM * Mma::kColumns;
-    const int lane = thread_index() % kWave;
-    const Divisor<kY> divisor(args.scale[0]);
+    const int lane = thread_index() % kWave, across = Mma::template output<kBlocksN>(0, lane);
+    const bool inside = is_inside<16 * kBlocksM, 16 * kBlocksN, kLength>(args.m, args.pitch(), m0,
+                                                                         args.prefix_columns + n0);
+    const WaveDivisor<kY> divisor(args.scale[0]);
+    const u32 pitch = static_cast<u32>(args.pitch());
+    u8* const q = args.q + static_cast<i64>(m0) * args.pitch() + args.prefix_columns + n0;
+    u32 offsets[kParts];
     f32 x_scale[kParts];
     QK_UNROLL for (int part = 0; part < kParts; ++part) {
-      const int token = token_of<Mma>(part, m0, lane), last = args.m - 1;
+      offsets[part] = optimization_barrier(token_of<Mma>(part, lane) * pitch + across);
+      const int token = m0 + token_of<Mma>(part, lane), last = args.m - 1;
       x_scale[part] = args.x_scale[(token < last ? token : last) * scales.per_token];
     }
-    QK_UNROLL for (int run = 0; run < Runs::kCount; ++run) {
-      const int column = n0 + Mma::template output<kBlocksN>(run, lane);
-      const ColumnFactors<kLength> mine(args, scales, column);
+    QK_NO_UNROLL for (int run = 0; run < Runs::kCount; ++run) {
+      const int apart = 16 * run;
+      const ColumnFactors<kLength> factors(args, scales, n0 + apart, across, inside);
+      f32 values[kParts * kLength];
+      QK_UNROLL for (int which = 0; which < Runs::kCount; ++which) {
+        if (which == run) load_sums<Mma>(values, acc, x_scale, which);
+      }
+      QK_UNROLL for (int i = 0; i < kParts * kLength; ++i)
+        values[i] = factors.product(values[i], i % kLength);
+      if (act == QK_SILU) activate_all<QK_SILU>(values);
+      if (act == QK_GELU) activate_all<QK_GELU>(values);
+      if (act == QK_TANH) activate_all<QK_TANH>(values);
       QK_UNROLL for (int part = 0; part < kParts; ++part) {
-        const int token = token_of<Mma>(part, m0, lane);
-        if (token >= args.m || column >= args.n) continue;
-        f32 values[kLength];
-        QK_UNROLL for (int e = 0; e < kLength; ++e) {
-          const auto sum = acc[Mma::template block<kBlocksN>(run, e)][part / Mma::kColumns]
-                              [Mma::element(e, part % Mma::kColumns)];
-          values[e] = mine.template apply<kAct>(static_cast<f32>(sum) * x_scale[part], e);
+        f32 changed[kLength];
+        QK_UNROLL for (int e = 0; e < kLength; ++e)
+          changed[e] = rounded<kIo>(values[part * kLength + e]) * factors.smooth[e];
+        const Codes<kLength> codes = divisor.encode(changed);
+        if (inside) {
+          store(q + apart + offsets[part], codes);
+        } else {
+          write(args, m0 + token_of<Mma>(part, lane), n0 + apart + across, codes);
         }
-        write(args, token, column, divisor.encode(values));
       }
     }
   }
 
+ private:
+  /// Of the wave's first token.
   template <class Mma>
-  static QK_DEVICE int token_of(int part, int m0, int lane) {
-    return m0 + 16 * (part / Mma::kColumns) + Mma::token(part % Mma::kColumns, lane);
+  static QK_DEVICE int token_of(int part, int lane) {
+    return 16 * (part / Mma::kColumns) + Mma::token(part % Mma::kColumns, lane);
   }
 
-  /// What is done to kCount columns of sums times scales of tokens.
+  /// A run's sums times scales of tokens.
+  template <class Mma, int kBlocksN, int kBlocksM, int kParts, int kCount>
+  static QK_DEVICE void load_sums(f32 (&values)[kCount],
+                                  const typename Mma::Acc (&acc)[kBlocksN][kBlocksM],
+                                  const f32 (&x_scale)[kParts], int run) {
+    QK_UNROLL for (int i = 0; i < kCount; ++i) {
+      const int part = i / (kCount / kParts), e = i % (kCount / kParts);
+      const auto sum = acc[Mma::template block<kBlocksN>(run, e)][part / Mma::kColumns]
+                          [Mma::element(e, part % Mma::kColumns)];
+      values[i] = static_cast<f32>(sum) * x_scale[part];
+    }
+  }
+
+  template <int kAct, int kCount>
+  static QK_DEVICE void activate_all(f32 (&values)[kCount]) {
+    QK_UNROLL for (int i = 0; i < kCount; ++i)
+      values[i] = activate<kAct>(values[i]);
+  }
+
+  /// What is done to kCount columns of sums times scales of tokens, from column `first` + `across`
+  /// on; all lanes share `first`. inside: all exist.
   template <int kCount>
   struct ColumnFactors {
     f32 scale[kCount], bias[kCount], smooth[kCount];
 
-    QK_DEVICE ColumnFactors(const ActivatedArgs& args, Scales scales, int column) {
+    QK_DEVICE ColumnFactors(const ActivatedArgs& args, Scales scales, int first, int across,
+                            bool inside) {
       QK_UNROLL for (int e = 0; e < kCount; ++e) {
-        const bool inside = column + e < args.n;
-        scale[e] = inside ? args.w_scale[(column + e) * scales.per_channel] : 0.0f;
-        bias[e] = inside && args.bias != nullptr
-                      ? Type::widen(static_cast<const Memory*>(args.bias)[column + e])
-                      : 0.0f;
+        scale[e] = args.w_scale[0];
+        bias[e] = 0.0f;
+        smooth[e] = 1.0f;
       }
-      load_columns(smooth, args.smooth, args.prefix_columns + column, args.pitch(), 1.0f);
+      if (inside) {
+        load_inside(args, scales, first, across);
+      } else {
+        load_clamped(args, scales, first, across);
+      }
     }
-    template <int kAct>
-    QK_DEVICE f32 apply(f32 value, int e) const {
-      const f32 y = rounded<kIo>(add_rounded(value * scale[e], bias[e]));
-      return rounded<kIo>(activate<kAct>(y)) * smooth[e];
+    /// As it is once it has been written.
+    QK_DEVICE f32 product(f32 value, int e) const {
+      return rounded<kIo>(add_rounded(value * scale[e], bias[e]));
+    }
+
+   private:
+    QK_DEVICE void load_inside(const ActivatedArgs& args, Scales scales, int first, u32 across) {
+      const u32 bytes = optimization_barrier(across * sizeof(f32));
+      if (scales.per_channel) load_beyond(scale, args.w_scale + first, bytes);
+      if (args.smooth != nullptr)
+        load_beyond(smooth, args.smooth + args.prefix_columns + first, bytes);
+      if (args.bias == nullptr) return;
+      const Memory* const biases = static_cast<const Memory*>(args.bias) + first;
+      const u32 offset = optimization_barrier(across * sizeof(Memory));
+      QK_UNROLL for (int e = 0; e < kCount; ++e)
+        bias[e] = Type::widen(load_beyond<Memory>(biases + e, offset));
+    }
+
+    /// Of columns that do not exist, those of the last one.
+    QK_DEVICE void load_clamped(const ActivatedArgs& args, Scales scales, int first, int across) {
+      QK_UNROLL for (int e = 0; e < kCount; ++e) {
+        const int column = first + across + e < args.n ? first + across + e : args.n - 1;
+        scale[e] = args.w_scale[column * scales.per_channel];
+        if (args.smooth != nullptr) smooth[e] = args.smooth[args.prefix_columns + column];
+        if (args.bias != nullptr)
+          bias[e] = Type::widen(static_cast<const Memory*>(args.bias)[column]);
+      }
     }
   };
 
   template <int kCount>
   static QK_DEVICE void write(const ActivatedArgs& args, int token, int column,
                               const Codes<kCount>& codes) {
+    if (token >= args.m || column >= args.n) return;
     u8* const target =
         args.q + static_cast<i64>(token) * args.pitch() + args.prefix_columns + column;
     if (args.n % kCount == 0) {

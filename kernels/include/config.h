@@ -83,8 +83,7 @@ template <class Type>
 QK_DEVICE Vec16 round_eight(const f32* values) {
   Vec16 vector;
   QK_UNROLL for (int i = 0; i < 4; ++i) {
-    vector.v[i] = Type::round(values[2 * i]) | static_cast<u32>(Type::round(values[2 * i + 1]))
-                                                   << 16;
+    vector.v[i] = Type::pack(values[2 * i], values[2 * i + 1]);
   }
   return vector;
 }
@@ -95,8 +94,10 @@ struct IoType<Io::kF16> {
   static QK_DEVICE f32 widen(Memory value) { return half_to_float(value); }
   static QK_DEVICE Memory round(f32 value) { return float_to_half(value); }
   static QK_DEVICE u32 round_pair(f32 low, f32 high) { return halves_of(low, high); }
+  static QK_DEVICE u32 pack(f32 low, f32 high) { return pack_halves(low, high); }
   static QK_DEVICE u32 add(u32 a, u32 b) { return add_halves(a, b); }
   static QK_DEVICE Vec16 round_vector(const f32* values) { return round_eight<IoType>(values); }
+  static QK_DEVICE Vec16 round_numbers(const f32* values) { return round_vector(values); }
 };
 
 template <>
@@ -105,8 +106,16 @@ struct IoType<Io::kBF16> {
   static QK_DEVICE f32 widen(Memory value) { return bfloat_to_float(value); }
   static QK_DEVICE Memory round(f32 value) { return float_to_bfloat(value); }
   static QK_DEVICE u32 round_pair(f32 low, f32 high) { return bfloats_of(low, high); }
+  static QK_DEVICE u32 pack(f32 low, f32 high) { return pack_bfloats(low, high); }
   static QK_DEVICE u32 add(u32 a, u32 b) { return add_bfloats(a, b); }
   static QK_DEVICE Vec16 round_vector(const f32* values) { return round_eight<IoType>(values); }
+  /// Of values none of which is NaN.
+  static QK_DEVICE Vec16 round_numbers(const f32* values) {
+    Vec16 vector;
+    QK_UNROLL for (int i = 0; i < 4; ++i)
+      vector.v[i] = pack_numbers_as_bfloats(values[2 * i], values[2 * i + 1]);
+    return vector;
+  }
 };
 
 template <>
@@ -121,6 +130,7 @@ struct IoType<Io::kF32> {
     return {{float_bits(values[0]), float_bits(values[1]), float_bits(values[2]),
              float_bits(values[3])}};
   }
+  static QK_DEVICE Vec16 round_numbers(const f32* values) { return round_vector(values); }
 };
 
 }  // namespace qk

@@ -56,6 +56,75 @@ struct GatedEpilogue {
   template <class Mma, int kBlocksN, int kBlocksM>
   static QK_DEVICE void run(const EpilogueArgs& args, const f32* y_scale,
                             const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0, int n0) {
+    constexpr int kLength = GatedRuns<Mma, kBlocksN>::kLength;
+    if constexpr (QK_SPLITS_EDGES) {
+      if (is_inside<16 * kBlocksM, 8 * kBlocksN, kLength>(args.m, args.n, m0, n0)) {
+        run_inside<Mma>(args, y_scale, acc, m0, n0);
+        return;
+      }
+    }
+    run_at_edge<Mma>(args, y_scale, acc, m0, n0);
+  }
+
+ private:
+  /// A lane's sums of a run of columns, of one token.
+  template <class Mma, int kBlocksN, int kBlocksM>
+  struct Sums {
+    using Runs = GatedRuns<Mma, kBlocksN>;
+    const typename Mma::Acc (&acc)[kBlocksN][kBlocksM];
+    int run, i;
+
+    QK_DEVICE f32 operator()(int e, bool gate) const {
+      const int from = Runs::run(run, gate), at = Runs::element(e, gate);
+      return static_cast<f32>(acc[Mma::template block<kBlocksN>(from, at)][i / Mma::kColumns]
+                                 [Mma::element(at, i % Mma::kColumns)]);
+    }
+  };
+
+  template <class Sums, class Factors, int kLength>
+  static QK_DEVICE void compute(f32 (&values)[kLength], const Sums& sum, f32 x_scale,
+                                const Factors& outputs, const Factors& gates) {
+    QK_UNROLL for (int e = 0; e < kLength; ++e) {
+      values[e] = times_gelu(outputs.apply(sum(e, false) * x_scale, e),
+                             gates.apply(sum(e, true) * x_scale, e));
+    }
+  }
+
+  template <class Mma, int kBlocksN, int kBlocksM>
+  static QK_DEVICE void run_inside(const EpilogueArgs& args, const f32* y_scale,
+                                   const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0,
+                                   int n0) {
+    using Runs = GatedRuns<Mma, kBlocksN>;
+    constexpr int kLength = Runs::kLength, kTokens = kBlocksM * Mma::kColumns;
+    const WaveDivisor<kY> divisor(y_scale[0]);
+    const int lane = thread_index() % kWave;
+    u8* const y = static_cast<u8*>(args.y) + (static_cast<i64>(m0) * args.n + n0);
+    const u32 pitch = static_cast<u32>(args.n), across = Runs::column(0, lane);
+    const auto apart = [](int run) { return Runs::column(run, 0) - Runs::column(0, 0); };
+    u32 offsets[kTokens];
+    f32 x_scale[kTokens];
+    QK_UNROLL for (int i = 0; i < kTokens; ++i) {
+      const u32 token = Mma::token(i % Mma::kColumns, lane), block = 16 * (i / Mma::kColumns);
+      offsets[i] = optimization_barrier(token * pitch + across + block * pitch);
+      x_scale[i] = Product::template token_scale_inside<Mma>(args, m0, i, lane);
+    }
+    typename Product::template Factors<kLength> outputs[Runs::kCount], gates[Runs::kCount];
+    Product::load_factors(outputs, args, n0, across, apart);
+    Product::load_factors(gates, args, args.n + n0, across, apart);
+    QK_UNROLL for (int run = 0; run < Runs::kCount; ++run) {
+      QK_UNROLL for (int i = 0; i < kTokens; ++i) {
+        f32 values[kLength];
+        compute(values, Sums<Mma, kBlocksN, kBlocksM>{acc, run, i}, x_scale[i], outputs[run],
+                gates[run]);
+        store(y + apart(run) + offsets[i], divisor.encode(values));
+      }
+    }
+  }
+
+  template <class Mma, int kBlocksN, int kBlocksM>
+  static QK_DEVICE void run_at_edge(const EpilogueArgs& args, const f32* y_scale,
+                                    const typename Mma::Acc (&acc)[kBlocksN][kBlocksM], int m0,
+                                    int n0) {
     using Runs = GatedRuns<Mma, kBlocksN>;
     constexpr int kLength = Runs::kLength;
     const Divisor<kY> divisor(y_scale[0]);
@@ -69,23 +138,15 @@ struct GatedEpilogue {
           const int token = m0 + 16 * j + Mma::token(part, lane);
           if (token >= args.m || column >= args.n) continue;
           const f32 x_scale = Product::token_scale(args, token);
-          const auto sum = [&](int e, bool gate) {
-            const int from = Runs::run(run, gate), at = Runs::element(e, gate);
-            const auto whole =
-                acc[Mma::template block<kBlocksN>(from, at)][j][Mma::element(at, part)];
-            return static_cast<f32>(whole) * x_scale;
-          };
+          const Sums<Mma, kBlocksN, kBlocksM> sums{acc, run, j * Mma::kColumns + part};
           f32 values[kLength];
-          QK_UNROLL for (int e = 0; e < kLength; ++e) {
-            values[e] = times_gelu(outputs.apply(sum(e, false), e), gates.apply(sum(e, true), e));
-          }
+          compute(values, sums, x_scale, outputs, gates);
           write(args, token, column, divisor.encode(values));
         }
       }
     }
   }
 
- private:
   template <int kCount>
   static QK_DEVICE void write(const EpilogueArgs& args, int token, int column,
                               const Codes<kCount>& codes) {

@@ -16,7 +16,7 @@ QK_DEVICE f32 times_gelu(f32 h, f32 g) {
   constexpr f32 kP[] = {-2.301238536834717f,    -0.10609734803438187f,   0.0005874450434930623f,
                         7.556725904578343e-05f, -4.465962319954997e-06f, 1.0571717012908266e-07f,
                         -9.396371458691988e-10f};
-  const f32 square = g * g < 36.0f ? g * g : 36.0f;
+  const f32 square = lesser(g * g, 36.0f);
   f32 p = kP[6];
   QK_UNROLL for (int i = 5; i >= 0; --i)
     p = multiply_add(p, square, kP[i]);

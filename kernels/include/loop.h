@@ -88,10 +88,16 @@ struct TileLoop {
     u8* next = lds + kBufferBytes;
     // The step that K does not fill comes first: all those of the loop are whole, and ask for
     // nothing.
-    const int first = (op.k - 1) % Tile::kK + 1;
+    const int first = static_cast<int>(static_cast<u32>(op.k - 1) % Tile::kK) + 1;
     StepRows rows(op, m0, n0);
     set_offsets(op, m0, n0, thread);
-    load_partial_step(rows, first, thread);
+    // Else the zeros of `acc` are made twice: for the loop, and for what follows without it.
+    finish_all(acc);
+    if (QK_SPLITS_EDGES && first == Tile::kK) {
+      load_step(rows);
+    } else {
+      load_partial_step(rows, first, thread);
+    }
     rows.advance(first);
     x.advance(first);
     w.advance(first);

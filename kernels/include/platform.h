@@ -69,14 +69,48 @@ QK_DEVICE u16 float_to_bfloat(f32 value) {
   return static_cast<u16>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
-#ifndef QK_ROUNDS_PAIRS
-/// Two values as f16, or as bf16, the first one lowest.
-QK_DEVICE u32 halves_of(f32 low, f32 high) {
+#ifndef QK_PACKS_PAIRS
+/// Two values as f16, or as bf16, as the functions of one round them, the first one lowest.
+QK_DEVICE u32 pack_halves(f32 low, f32 high) {
   return float_to_half(low) | static_cast<u32>(float_to_half(high)) << 16;
 }
-QK_DEVICE u32 bfloats_of(f32 low, f32 high) {
+QK_DEVICE u32 pack_bfloats(f32 low, f32 high) {
   return float_to_bfloat(low) | static_cast<u32>(float_to_bfloat(high)) << 16;
 }
+/// The same of what is not NaN.
+QK_DEVICE u32 pack_numbers_as_bfloats(f32 low, f32 high) {
+  const auto round = [](f32 value) {
+    const u32 bits = float_bits(value);
+    return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  };
+  return round(low) | round(high) << 16;
+}
+#endif
+
+#ifndef QK_PACKS_PAIRS
+/// The low bytes of four words, the first one lowest.
+QK_DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
+  return (a & 0xffu) | (b & 0xffu) << 8 | (c & 0xffu) << 16 | d << 24;
+}
+#endif
+
+#ifndef QK_KEEPS_NAN
+/// The value between -limit and limit; NaN stays NaN.
+QK_DEVICE f32 clamp_number(f32 value, f32 limit) {
+  return bits_float(select(value != value, float_bits(value), float_bits(clamp(value, limit))));
+}
+/// The larger one of two magnitudes, the first without its sign; NaN if one is: they compare as
+/// their bits do, with NaN above everything.
+QK_DEVICE f32 larger_magnitude(f32 so_far, f32 value) {
+  const u32 bits = float_bits(value) & 0x7fffffffu;
+  return bits_float(select(float_bits(so_far) > bits, float_bits(so_far), bits));
+}
+#endif
+
+#ifndef QK_ROUNDS_PAIRS
+/// The same, but that NaN may be another one.
+QK_DEVICE u32 halves_of(f32 low, f32 high) { return pack_halves(low, high); }
+QK_DEVICE u32 bfloats_of(f32 low, f32 high) { return pack_bfloats(low, high); }
 #endif
 
 #ifndef QK_ADDS_BFLOATS

@@ -81,6 +81,8 @@ QK_DEVICE u32 optimization_barrier(u32 value) {
   asm("" : "+v"(value));
   return value;
 }
+/// Products take another way for waves whose results all exist: inside.h.
+#define QK_SPLITS_EDGES 1
 /// No instruction moves across.
 QK_DEVICE void schedule_barrier() { __builtin_amdgcn_sched_barrier(0); }
 /// The value is computed here, with all lanes on. Else clang before 22 moves matrix instructions
@@ -96,6 +98,47 @@ QK_DEVICE f32 half_to_float(u16 half) {
 QK_DEVICE u16 float_to_half(f32 value) {
   return __builtin_bit_cast(u16, static_cast<_Float16>(value));
 }
+#define QK_PACKS_PAIRS 1
+QK_DEVICE u32 pack_halves(f32 low, f32 high) {
+  using Half2 = _Float16 __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(u32, Half2{static_cast<_Float16>(low), static_cast<_Float16>(high)});
+}
+/// The high halves of two words: v_perm_b32.
+QK_DEVICE u32 high_halves(u32 low, u32 high) {
+  return __builtin_amdgcn_perm(high, low, 0x07060302u);
+}
+/// The low bytes of four words, the first one lowest.
+QK_DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
+  const u32 low = __builtin_amdgcn_perm(b, a, 0x0c0c0400u);
+  return __builtin_amdgcn_perm(d, c, 0x04000c0cu) | low;
+}
+/// Rounded in the high half of a word; of NaN something else.
+QK_DEVICE u32 rounded_bfloat(f32 value) {
+  const u32 bits = float_bits(value);
+  return bits + (bits >> 16 & 1u) + 0x7fffu;
+}
+QK_DEVICE u32 pack_numbers_as_bfloats(f32 low, f32 high) {
+  return high_halves(rounded_bfloat(low), rounded_bfloat(high));
+}
+QK_DEVICE u32 pack_bfloats(f32 low, f32 high) {
+  const auto round = [](f32 value) {
+    // Quiet, so that dropping the payload cannot make it an infinity.
+    const u32 rounded = rounded_bfloat(value), nan = float_bits(value) | 0x400000u;
+    return select(value != value, nan, rounded);
+  };
+  return high_halves(round(low), round(high));
+}
+#if defined(__GFX12__)
+#  define QK_KEEPS_NAN 1
+/// The value between -limit and limit; NaN stays NaN: v_maximumminimum_f32.
+QK_DEVICE f32 clamp_number(f32 value, f32 limit) {
+  return __builtin_elementwise_minimum(__builtin_elementwise_maximum(value, -limit), limit);
+}
+/// The larger one of two magnitudes, the first without its sign; NaN if one is: v_maximum3_f32.
+QK_DEVICE f32 larger_magnitude(f32 so_far, f32 value) {
+  return __builtin_elementwise_maximum(so_far, __builtin_fabsf(value));
+}
+#endif
 QK_DEVICE f32 add_rounded(f32 a, f32 b) { return a + b; }  // -ffp-contract=off keeps it apart
 QK_DEVICE f32 multiply_add(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }  // one rounding
 QK_DEVICE f32 sqrt_rounded(f32 value) { return __builtin_sqrtf(value); }
@@ -103,6 +146,8 @@ QK_DEVICE f32 approx_exp2(f32 value) { return __builtin_amdgcn_exp2f(value); }  
 QK_DEVICE f32 approx_reciprocal(f32 value) { return __builtin_amdgcn_rcpf(value); }  // v_rcp_f32
 QK_DEVICE f32 clamp(f32 value, f32 limit) { return __builtin_amdgcn_fmed3f(value, -limit, limit); }
 QK_DEVICE f32 maximum(f32 a, f32 b) { return __builtin_fmaxf(a, b); }
+/// The limit where the value is NaN.
+QK_DEVICE f32 lesser(f32 value, f32 limit) { return __builtin_fminf(value, limit); }
 QK_DEVICE f32 round_up(f32 value) { return __builtin_ceilf(value); }
 /// (code - 8) * s + 128 of four codes, 0 to 15, in the bytes of a word, |s| <= 15: none leaves its
 /// byte. v_pk_mad_u16, since v_mul_lo_u32 takes four times as long.

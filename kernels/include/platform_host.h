@@ -66,6 +66,8 @@ QK_DEVICE void store(void* address, const T& value) {
 QK_DEVICE void add_shared(void* address, u32 value) { store(address, load<u32>(address) + value); }
 QK_DEVICE int uniform(int value) { return value; }
 QK_DEVICE u32 optimization_barrier(u32 value) { return value; }
+/// Products take another way for waves whose results all exist: inside.h.
+#define QK_SPLITS_EDGES 1
 QK_DEVICE void schedule_barrier() {}
 template <class T>
 QK_DEVICE void finish(T&) {}
@@ -165,6 +167,7 @@ QK_DEVICE f32 sqrt_rounded(f32 value) { return __builtin_sqrtf(value); }
 // Within a few spacings, what the hardware's own instructions give; exp2 may make zero of a
 // subnormal.
 QK_DEVICE f32 approx_exp2(f32 value) { return __builtin_exp2f(value); }
+QK_DEVICE f32 lesser(f32 value, f32 limit) { return value < limit ? value : limit; }
 QK_DEVICE f32 round_up(f32 value) { return __builtin_ceilf(value); }
 QK_DEVICE f32 approx_reciprocal(f32 value) { return 1.0f / value; }
 /// Between -limit and limit; a NaN becomes any of these numbers.

@@ -310,6 +310,72 @@ struct FastDivisor<Format::kInt8> {
   }
 };
 
+/// Divisor's codes in fewer instructions, where no lane of a wave has a value next to a tie. All
+/// lanes take part.
+template <Format kFormat>
+struct WaveDivisor {
+#ifdef QK_ENCODES_FOUR
+  static constexpr bool kGuesses = kFormat == Format::kInt8 || kFormat == Format::kE4M3FN;
+#else
+  static constexpr bool kGuesses = QK_SPLITS_EDGES && kFormat == Format::kInt8;
+#endif
+  Divisor<kFormat> exact;
+  f32 less, more;  // e4m3fn: as FastDivisor's; int8: reciprocal, farthest from a code
+
+  QK_DEVICE explicit WaveDivisor(f32 scale) : exact(scale) {
+    if constexpr (kFormat == Format::kInt8) {
+      less = exact.reciprocal;
+      more = exact.usual ? 0.5f - 1.0f / (1 << 14) : -1.0f;
+    } else {
+      constexpr f32 kLittle = 1.0f / (1 << 21);
+      const f32 little = exact.reciprocal * kLittle;
+      less = exact.usual ? exact.reciprocal - little : bits_float(0x7fc00000u);
+      more = exact.usual ? exact.reciprocal + little : 0.0f;
+    }
+  }
+
+  template <int kCount>
+  QK_DEVICE Codes<kCount> encode(const f32 (&values)[kCount]) const {
+    if constexpr (kGuesses) {
+      Codes<kCount> codes;
+      if (__builtin_expect(!any_lane(!guess(codes, values)), 1)) return codes;
+    }
+    return exact.encode(values);
+  }
+
+ private:
+  /// Whether the codes are certain.
+  template <int kCount>
+  QK_DEVICE bool guess(Codes<kCount>& codes, const f32 (&values)[kCount]) const {
+    if constexpr (kFormat == Format::kInt8) {
+      using Int8 = Codec<Format::kInt8>;
+      f32 distance = 0.0f, sums[kCount];
+      QK_UNROLL for (int e = 0; e < kCount; ++e) {
+        const f32 q = clamp_number(values[e] * less, Int8::kMax);
+        sums[e] = q + Int8::kMagic;
+        distance = larger_magnitude(distance, q - (sums[e] - Int8::kMagic));
+      }
+      QK_UNROLL for (int e = 0; e < kCount; e += 4) {
+        codes.words[e / 4] = low_bytes(float_bits(sums[e]), float_bits(sums[e + 1]),
+                                       float_bits(sums[e + 2]), float_bits(sums[e + 3]));
+      }
+      return distance <= more;
+    } else {
+      f32 low[kCount], high[kCount];
+      QK_UNROLL for (int e = 0; e < kCount; ++e) {
+        low[e] = values[e] * less;
+        high[e] = values[e] * more;
+      }
+      codes = encode_run<kFormat>(low);
+      const Codes<kCount> other = encode_run<kFormat>(high);
+      u32 differ = 0;
+      QK_UNROLL for (int i = 0; i < kCount / 4; ++i)
+        differ |= codes.words[i] ^ other.words[i];
+      return differ == 0;
+    }
+  }
+};
+
 template <int kCount>
 QK_DEVICE void write_codes(u8* q, const Codes<kCount>& codes, bool aligned, int count) {
   if (aligned) {

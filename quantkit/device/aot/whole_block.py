@@ -82,7 +82,7 @@ def _shortest(
         if place not in starts or not writes:
             cycles += issue_cycles(instruction)
             matrix += instruction.kind == "matrix"
-            stores = instruction.kind == "memory" and "store" in instruction.mnemonic
+            stores = instruction.mnemonic.startswith("global_store")
             written = written or stores
         for follower, taken in followers(code, places, place):
             if _has_all_lanes(instruction, taken=taken):
