@@ -152,7 +152,7 @@ _ADA = Efficiency(
     gap_us=(1.5, 0.9),
 )
 # RDNA4. Products and attention of codes: what issue allows the loops (`kernels check --bounds`:
-# 0.88 dense, 0.78 with 2:4, convolutions 0.80 and 0.65; attention 0.54 and 0.63 of FP8, 0.45 and
+# 0.87 dense, 0.77 with 2:4, convolutions 0.80 and 0.65; attention 0.54 and 0.63 of FP8, 0.45 and
 # 0.59 of int8), of it what silicon reaches (aot/silicon.py). The ends of a tile are in fixed_k.
 # 16 bit: hipBLASLt at 4096 to 16384, 113 to 133 of 195 TFLOP/s (rocm-libraries 10861); MIOpen's
 # Winograd, 95 of 144 TFLOP/s on an RX 9070 (rocm-libraries 2567). Attention: torch's 79 TFLOP/s to
@@ -161,10 +161,10 @@ _ADA = Efficiency(
 _RDNA4 = Efficiency(
     products={
         ("linear", "f16", False): (0.58, 0.68),
-        ("linear", "fp8", False): _of_issue(0.88),
-        ("linear", "fp8", True): _of_issue(0.78),
-        ("linear", "int8", False): _of_issue(0.88),
-        ("linear", "int8", True): _of_issue(0.78),
+        ("linear", "fp8", False): _of_issue(0.87),
+        ("linear", "fp8", True): _of_issue(0.77),
+        ("linear", "int8", False): _of_issue(0.87),
+        ("linear", "int8", True): _of_issue(0.77),
         ("conv", "f16", False): (0.45, 0.70),
         ("conv", "fp8", False): _of_issue(0.80),
         ("conv", "fp8", True): _of_issue(0.65),
@@ -180,7 +180,7 @@ _RDNA4 = Efficiency(
         ("int8", 160): _of_issue(0.59),
     },
     fast={},
-    fixed_k={("f16", False): 150, ("fp8", False): 280, ("fp8", True): 490},
+    fixed_k={("f16", False): 150, ("fp8", False): 90, ("fp8", True): 165},
     memory=(0.78, 0.90),
     scattered=(0.25, 0.6),
     cache=(1.0, 2.5),
@@ -206,7 +206,7 @@ _RDNA3 = Efficiency(
     },
     attention={("f16", 64): (0.30, 0.45), ("f16", 128): (0.36, 0.55)},
     fast={},
-    fixed_k={("f16", False): 150, ("fp8", False): 300, ("fp8", True): 600},
+    fixed_k={("f16", False): 150, ("fp8", False): 25, ("fp8", True): 20},
     memory=(0.78, 0.90),
     scattered=(0.25, 0.6),
     cache=(1.0, 2.5),
