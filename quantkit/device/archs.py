@@ -227,11 +227,7 @@ _RDNA2 = replace(
     _RDNA3,
     matrix_instruction=GFX10_MATRIX,
     matrix_unit=_RDNA2_DOT,
-    # An activation behind the sums of 128x128 spills 43 of dot4's registers.
-    tile_speed=tuple(
-        (op, (0.0, *tiles[1:]) if op.startswith("project_gelu") else tiles)
-        for op, tiles in GFX10_TILES
-    ),
+    tile_speed=GFX10_TILES,
     without=_GFX10_WITHOUT,
     formats="INT8 is the fastest, by dot products of four, then INT4, not measured; 4:2 saves "
     "bytes and takes longer, FP8 is torch's, from dequantized weights, and attention stays in "
