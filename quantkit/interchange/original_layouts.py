@@ -166,6 +166,45 @@ _FLUX = (
     Row("final_layer.adaLN_modulation.1", ("norm_out.linear",), swapped="always"),
 )
 
+_ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q",
+              "norm_k": "norm_k", "add_k_proj": "k_img", "add_v_proj": "v_img",
+              "norm_added_k": "norm_k_img"}  # fmt: skip
+_WAN = (
+    one_row("patch_embedding", "patch_embedding"),
+    one_row("time_embedding.0", "condition_embedder.time_embedder.linear_1"),
+    one_row("time_embedding.2", "condition_embedder.time_embedder.linear_2"),
+    one_row("time_projection.1", "condition_embedder.time_proj"),
+    one_row("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
+    one_row("text_embedding.2", "condition_embedder.text_embedder.linear_2"),
+    one_row("img_emb.proj.0", "condition_embedder.image_embedder.norm1"),
+    one_row("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj"),
+    one_row("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2"),
+    one_row("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
+    *(
+        one_row(f"blocks.{{i}}.{theirs}.{old}", f"blocks.{{i}}.{ours}.{new}")
+        for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+        for new, old in _ATTENTION.items()
+    ),
+    one_row("blocks.{i}.norm3", "blocks.{i}.norm2"),
+    one_row("blocks.{i}.ffn.0", "blocks.{i}.ffn.net.0.proj"),
+    one_row("blocks.{i}.ffn.2", "blocks.{i}.ffn.net.2"),
+    one_row("blocks.{i}.modulation", "blocks.{i}.scale_shift_table"),
+    one_row("head.modulation", "scale_shift_table"),
+    one_row("head.head", "proj_out"),
+)
+
+_SAME = one_row("{rest}", "{rest}")
+_LTX = (
+    one_row("patchify_proj", "proj_in"),
+    one_row("adaln_single.{rest}", "time_embed.{rest}"),
+    *(
+        one_row(f"{_BLOCK}.attn{x}.{name}_norm", f"{_BLOCK}.attn{x}.norm_{name}")
+        for x in (1, 2)
+        for name in "qk"
+    ),
+    _SAME,
+)
+
 _IN_PIPELINE = "model.diffusion_model."
 _LABEL = "label_emb.0.0.weight"
 
@@ -199,5 +238,26 @@ LAYOUTS: tuple[Layout, ...] = (
         "",
         markers=("double_blocks.0.img_attn.norm.key_norm.scale",),
         rows=_FLUX,
+    ),
+    Layout(
+        "wan",
+        "WanTransformer3DModel",
+        "",
+        markers=("head.modulation", "blocks.0.self_attn.q.weight"),
+        rows=_WAN,
+    ),
+    Layout(
+        "qwen_image",
+        "QwenImageTransformer2DModel",
+        "",
+        markers=("txt_norm.weight", "transformer_blocks.0.attn.add_q_proj.weight"),
+        rows=(_SAME,),
+    ),
+    Layout(
+        "ltxv",
+        "LTXVideoTransformer3DModel",
+        "",
+        markers=("patchify_proj.weight", "transformer_blocks.0.attn1.q_norm.weight"),
+        rows=_LTX,
     ),
 )

@@ -22,9 +22,11 @@ from quantkit.workflow.single_file import open_single_file
 from tests.support.checkpoints import vae_state
 from tests.support.denoisers import (
     DENOISERS,
+    RENAMED,
     let_diffusers_read_narrow_flux,
     original_state,
     tiny_denoiser,
+    tiny_renamed,
 )
 from tests.support.sampling import turned
 
@@ -230,12 +232,17 @@ def test_codes_alone_become_bf16(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", turned(["sd15", "sdxl", "sd3", "flux"], ["single-file", "comfyui-int8", "fp8r"])
+    "case",
+    [
+        *turned(["sd15", "sdxl", "sd3", "flux"], ["single-file", "comfyui-int8", "fp8r"]),
+        *product(RENAMED, ["single-file", "comfyui-int8"]),
+    ],
 )
 def test_exports_come_back(case, tmp_path):
     name, target = case
     source = tmp_path / "source"
-    tiny_denoiser(name).bfloat16().save_pretrained(source)
+    made = tiny_renamed(name) if name in RENAMED else tiny_denoiser(name)
+    made.bfloat16().save_pretrained(source)
     path = tmp_path / "m.safetensors"
     quantkit.export(source, to=target, output=path, force=True)
     _, found = imported(path, source)

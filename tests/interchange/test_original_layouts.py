@@ -11,9 +11,11 @@ from quantkit.interchange.layout_names import (
 )
 from tests.support.denoisers import (
     DENOISERS,
+    RENAMED,
     let_diffusers_read_narrow_flux,
     original_state,
     tiny_denoiser,
+    tiny_renamed,
 )
 from tests.support.headers import golden_keys
 
@@ -24,13 +26,25 @@ PUBLISHED = {
     "sd35_medium": "sd3",
     "sd35_large": "sd3",
     "flux1_dev": "flux",
+    "wan21_i2v_14b": "wan",
+    "wan22_t2v_14b": "wan",
+    "qwen_image": "qwen_image",
+    "ltx_video": "ltxv",
 }
 
 
 @pytest.mark.parametrize("name", DENOISERS)
 def test_diffusers_reads_the_same_model_from_the_original_layout(name, tmp_path, monkeypatch):
     let_diffusers_read_narrow_flux(monkeypatch)
-    model = tiny_denoiser(name)
+    read_again(tiny_denoiser(name), name, tmp_path)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_diffusers_reads_the_same_model_from_other_names(name, tmp_path):
+    read_again(tiny_renamed(name), name, tmp_path)
+
+
+def read_again(model, name, tmp_path):
     model.save_config(tmp_path)
     state = {key: value.clone() for key, value in original_state(model).items()}
     if name.startswith("sd") and name not in {"sd3", "sd35"}:

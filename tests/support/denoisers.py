@@ -7,7 +7,9 @@ from diffusers.loaders import single_file_model, single_file_utils
 
 from quantkit.interchange.joining import join
 from quantkit.interchange.layout_names import layout_of_model, original_tensors
+from tests.support.denoiser_classes import ROWS
 from tests.support.pipelines import _sd3_transformer, flux_transformer, narrow_unet
+from tests.support.tiny_denoisers import tiny_model
 
 
 def tiny_sd15(**changed):
@@ -74,6 +76,12 @@ DENOISERS = {
     "sd35": (tiny_sd35, "sd3"),
     "flux": (flux_transformer, "flux"),
 }
+#: Those of which diffusers' names are the original's, or nearly so: class -> GGUF's architecture.
+RENAMED = {
+    "WanTransformer3DModel": "wan",
+    "QwenImageTransformer2DModel": "qwen_image",
+    "LTXVideoTransformer3DModel": "ltxv",
+}
 
 
 def tiny_denoiser(name, seed=0):
@@ -84,6 +92,11 @@ def tiny_denoiser(name, seed=0):
         for parameter in model.parameters():
             parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
     return model
+
+
+def tiny_renamed(name):
+    """A tiny model of a class of RENAMED."""
+    return tiny_model(next(row for row in ROWS if row.class_name == name))
 
 
 def original_state(model):
