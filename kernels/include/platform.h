@@ -85,9 +85,6 @@ QK_DEVICE u32 pack_numbers_as_bfloats(f32 low, f32 high) {
   };
   return round(low) | round(high) << 16;
 }
-#endif
-
-#ifndef QK_PACKS_PAIRS
 /// The low bytes of four words, the first one lowest.
 QK_DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
   return (a & 0xffu) | (b & 0xffu) << 8 | (c & 0xffu) << 16 | d << 24;

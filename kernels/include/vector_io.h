@@ -236,6 +236,23 @@ struct Reciprocal {
   }
 };
 
+/// Codes of values times `less`; false where those times `more` have others.
+template <Format kFormat, int kCount>
+QK_DEVICE bool encode_between(Codes<kCount>& codes, const f32 (&values)[kCount], f32 less,
+                              f32 more) {
+  f32 low[kCount], high[kCount];
+  QK_UNROLL for (int e = 0; e < kCount; ++e) {
+    low[e] = values[e] * less;
+    high[e] = values[e] * more;
+  }
+  codes = encode_run<kFormat>(low);
+  const Codes<kCount> other = encode_run<kFormat>(high);
+  u32 differ = 0;
+  QK_UNROLL for (int i = 0; i < kCount / 4; ++i)
+    differ |= codes.words[i] ^ other.words[i];
+  return differ == 0;
+}
+
 /// The same as Divisor in a third of the instructions, where the hardware encodes and no value is
 /// next to a tie.
 ///
@@ -259,17 +276,7 @@ struct FastDivisor {
   /// False: the codes are not certain, Divisor has to encode.
   template <int kCount>
   QK_DEVICE bool encode(Codes<kCount>& codes, const f32 (&values)[kCount]) const {
-    f32 low[kCount], high[kCount];
-    QK_UNROLL for (int e = 0; e < kCount; ++e) {
-      low[e] = values[e] * less;
-      high[e] = values[e] * more;
-    }
-    codes = encode_run<kFormat>(low);
-    const Codes<kCount> other = encode_run<kFormat>(high);
-    u32 differ = 0;
-    QK_UNROLL for (int i = 0; i < kCount / 4; ++i)
-      differ |= codes.words[i] ^ other.words[i];
-    return differ == 0;
+    return encode_between<kFormat>(codes, values, less, more);
   }
 #else
   Divisor<kFormat> divisor;
@@ -361,17 +368,7 @@ struct WaveDivisor {
       }
       return distance <= more;
     } else {
-      f32 low[kCount], high[kCount];
-      QK_UNROLL for (int e = 0; e < kCount; ++e) {
-        low[e] = values[e] * less;
-        high[e] = values[e] * more;
-      }
-      codes = encode_run<kFormat>(low);
-      const Codes<kCount> other = encode_run<kFormat>(high);
-      u32 differ = 0;
-      QK_UNROLL for (int i = 0; i < kCount / 4; ++i)
-        differ |= codes.words[i] ^ other.words[i];
-      return differ == 0;
+      return encode_between<kFormat>(codes, values, less, more);
     }
   }
 };

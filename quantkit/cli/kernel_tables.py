@@ -26,7 +26,7 @@ _SILICON_COLUMNS = ("kernel", *(f"K = {k}" for k in _KS))
 _BLOCK_COLUMNS = (
     "block of",
     "others per pass",
-    "others beside",
+    "others outside",
     *(f"K = {k}" for k in _KS),
     "code",
 )
@@ -111,7 +111,7 @@ def _block_json(block: "WholeBlock") -> dict[str, Any]:
         "step": block.step,
         "busy_cycles": block.busy,
         "other_cycles": block.others,
-        "cycles_beside": block.rest,
+        "cycles_outside": block.rest,
         "share": {str(k): block.share(k) for k in _KS},
     }
 

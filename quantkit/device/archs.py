@@ -13,6 +13,7 @@ from quantkit.device.tile_speeds import (
     SM89_MATRIX,
     SM89_TILES,
     TileSpeed,
+    without_first,
 )
 from quantkit.errors import KernelError
 
@@ -235,13 +236,7 @@ _RDNA2 = replace(
 )
 # 128x128 of widened FP8 codes and 2:4 weights takes 256 registers, and spills five, where the
 # compiler may not use more.
-_SPILLS = ("conv_fp8_sparse", "conv_fp8_sparse_residual")
-_RDNA3_SMALL = replace(
-    _RDNA3,
-    tile_speed=tuple(
-        (op, (0.0, *tiles[1:]) if op in _SPILLS else tiles) for op, tiles in GFX11_TILES
-    ),
-)
+_RDNA3_SMALL = replace(_RDNA3, tile_speed=without_first(GFX11_TILES, "conv_fp8_sparse"))
 
 #: Target, generation, register file and cards. Objects of the generic ones run on all of the
 #: generation; what is compiled at first use has a device's own name, which older drivers load, too.

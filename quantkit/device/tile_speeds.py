@@ -39,6 +39,13 @@ def _tile_speed(
     return tuple(found.items())
 
 
+def without_first(speeds: TileSpeed, *ops: str) -> TileSpeed:
+    """Return the rows without the largest tile of operations whose names begin so."""
+    return tuple(
+        (op, (0.0, *tiles[1:]) if tiles and op.startswith(ops) else tiles) for op, tiles in speeds
+    )
+
+
 # Not measured. t0, t1 and t3: what `kernels check` says that issue and LDS allow. t2 and t4 are
 # bound by the weights they read; these figures give t4, whose blocks are smaller, all M <= 16.
 # int8's instructions take fragments and cycles as FP8's do.
@@ -61,15 +68,13 @@ GFX11_TILES = _tile_speed(
     ),
 )
 # Not measured: the same figures, of dot4. 2:4 codes are spread in registers, once for eight lanes
-# each, and 128x128 of them spills.
-_GFX10_ALL = _tile_speed(
-    gemm=((), (), (0.89, 0.83, 0.20), (0.0, 0.34, 0.17), (0.87, 0.79, 0.20)),
-    conv=((), (), (0.87, 0.80, 0.20), (0.0, 0.33, 0.17), (0.85, 0.76, 0.20)),
-)
-# An activation behind the sums of 128x128 spills 43 of dot4's registers.
-GFX10_TILES = tuple(
-    (op, (0.0, *tiles[1:]) if tiles and op.startswith("project_gelu") else tiles)
-    for op, tiles in _GFX10_ALL
+# each, and 128x128 of them spills, as an activation after the sums of 128x128 does (43 registers).
+GFX10_TILES = without_first(
+    _tile_speed(
+        gemm=((), (), (0.89, 0.83, 0.20), (0.0, 0.34, 0.17), (0.87, 0.79, 0.20)),
+        conv=((), (), (0.87, 0.80, 0.20), (0.0, 0.33, 0.17), (0.85, 0.76, 0.20)),
+    ),
+    "project_gelu",
 )
 # TFLOP/s of GEMMs at M x N x K = 8448x8192x2048 on an H200, which emulates these instructions.
 # GEGLU has no t2 there: of a wave's 32 rows a lane would have two codes, which are no word.

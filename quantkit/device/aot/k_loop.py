@@ -36,8 +36,8 @@ class Loop:
     other_cycles: int
     unit: MatrixUnit
     #: addresses of its first and last instruction
-    first: int = 0
-    last: int = 0
+    first: int
+    last: int
 
     @property
     def matrix(self) -> int:

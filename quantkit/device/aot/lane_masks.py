@@ -25,11 +25,11 @@ _MOST_REGISTERS = 6
 def masked_matrix_instructions(code: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """Return the matrix instructions that may run while lanes are off, of a whole kernel."""
     before = states_before(code, frozenset({frozenset({_EXEC})}), _step, _meet)
-    matrix = ((place, i) for place, i in enumerate(code) if _wants_all(i))
+    matrix = ((place, i) for place, i in enumerate(code) if _needs_all(i))
     return tuple(i for place, i in matrix if frozenset({_EXEC}) not in before.get(place, ()))
 
 
-def _wants_all(instruction: Instruction) -> bool:
+def _needs_all(instruction: Instruction) -> bool:
     # dot4 is of each lane alone.
     return instruction.kind == "matrix" and not instruction.mnemonic.startswith("v_dot")
 

@@ -1,4 +1,4 @@
-"""A whole block of a tiled kernel: its K loop, and what stands before and behind it.
+"""A whole block of a tiled kernel: its K loop, and what comes before and after it.
 
 The K loop's share of the matrix peak (``k_loop``) is what a block comes near with many K steps.
 With few, addresses, the first and last step and the end of the product take as long as the loop.
@@ -42,7 +42,7 @@ def find_block(code: Sequence[Instruction], loop: Loop, step: int) -> WholeBlock
 
     Of all ways from the first instruction through the loop and a store to the end, it is the
     shortest that leaves no lane out: what a launch can do without (a bias) is not in it, both sides
-    of a branch by lanes are, and loops behind the K loop count once.
+    of a branch by lanes are, and loops after the K loop count once.
 
     Args:
         code: the whole kernel.
@@ -55,7 +55,7 @@ def find_block(code: Sequence[Instruction], loop: Loop, step: int) -> WholeBlock
     if head is None or tail is None:
         return None
     cycles, matrix = head[0] + tail[0], head[1] + tail[1]
-    # The last step is multiplied behind the loop: as many as there count as the loop's.
+    # The last step is multiplied after the loop: as many as there count as the loop's.
     rest = cycles - loop.other_cycles * matrix / loop.matrix
     return WholeBlock(step, loop.busy, loop.other_cycles, rest)
 

@@ -36,8 +36,8 @@ def checksums(*, enabled: bool) -> Iterator[None]:
 
 def are_enabled() -> bool:
     """Tell whether components are hashed."""
-    expected = _enabled.get()
-    return os.environ.get(VARIABLE) != "0" if expected is None else expected
+    enabled = _enabled.get()
+    return os.environ.get(VARIABLE) != "0" if enabled is None else enabled
 
 
 def hash_component(component: PackedComponent, besides: Collection[str] = ()) -> Hashing:
