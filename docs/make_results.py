@@ -119,6 +119,23 @@ MODELS = (
     ),
 )
 
+_DENSE, _PACKED = "f16-compiled", "int8-static-replayed"
+_FAMILY_CONTENDERS = ("f16", _DENSE, _PACKED, "int8-static-compiled", "torchao-compiled")
+_FAMILY_COLUMNS = ("card", "batch", *_FAMILY_CONTENDERS, "compiled f16 / replayed int8",
+                   "peak MB, f16", "peak MB, int8")  # fmt: skip
+_FAMILY_COMMAND = (
+    "quantkit bench model --config NAME --batch BATCH --compile blocks --graph --in-a-row 20 "
+    "--seconds 2 --repeats 6 --profile "
+    f"{' '.join(f'--contenders {name}' for name in _FAMILY_CONTENDERS)} --save NAME.json"
+)
+_FAMILIES = (
+    f"## Families\n\n```console\n{_FAMILY_COMMAND}\n```\n\n"
+    "Milliseconds a step, twenty in a row, one run a family; `torchao` is its dynamic FP8. A "
+    "quarter has a quarter of\nthe blocks: `--config docs/notes/configs/NAME`. A dash: Chroma's "
+    "forward copies a tensor from the CPU, which no CUDA\ngraph of a compiled model takes; the "
+    "last two contenders of SD 1.5 were not ready after 100 s.\n"
+)
+
 
 def page() -> str:
     """Return the whole page."""
@@ -129,7 +146,34 @@ def page() -> str:
     )
     kernels = (_section(run, _kernel_tables) for run in KERNELS)
     models = (_section(run, _model_tables) for run in MODELS)
-    return "\n".join([head, *kernels, *models])
+    return "\n".join([head, *kernels, _families(), *models])
+
+
+def _families() -> str:
+    """Return one row for each file of results/families."""
+    files = sorted(HERE.glob("results/families/*.json"))
+    runs = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    times = [list(_family_cells(name, found)) for name, found in runs.items()]
+    profiles = {name: _timed(found)[_PACKED]["profile"] for name, found in runs.items()}
+    groups = dict.fromkeys(group for profile in profiles.values() for group in profile)
+    spent = [[n, *(f"{profile.get(g, 0):.2f}" for g in groups)] for n, profile in profiles.items()]
+    shown = (_table(("", *_FAMILY_COLUMNS), times), _table(("ms of int8", *groups), spent))
+    return "\n".join((_FAMILIES, *shown))
+
+
+def _timed(found: dict[str, Any]) -> dict[str, Any]:
+    return {row["contender"]: row for row in found["rows"] if row["timing"]}
+
+
+def _family_cells(name: str, found: dict[str, Any]) -> Iterator[str]:
+    rows = _timed(found)
+    yield name
+    yield found["machine"]["device"].removeprefix("NVIDIA ").split()[0]
+    yield str(found["settings"]["batch"])
+    ms = {contender: row["in_a_row"]["p50_us"] / 1e3 for contender, row in rows.items()}
+    yield from (f"{ms[key]:.2f}" if key in ms else "-" for key in _FAMILY_CONTENDERS)
+    yield f"{ms[_DENSE] / ms[_PACKED]:.2f}" if _DENSE in ms else "-"
+    yield from (f"{rows[key]['peak_bytes'] / 1e6:.0f}" for key in ("f16", _PACKED))
 
 
 def _section(run: Run, tables: Any) -> str:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import diffusers
 import pytest
 import torch
 from click.testing import CliRunner
@@ -85,6 +86,21 @@ def test_configs_are_the_published_ones(name):
     published = json.loads(gzip.decompress(path.read_bytes()))
     assert DENOISERS[name].config == published["config"]
     assert DENOISERS[name].class_name == published["class_name"]
+
+
+@pytest.mark.parametrize("name", DENOISERS)
+def test_blocks_hold_nearly_all_weights(name):
+    with torch.device("meta"):
+        model = getattr(diffusers, DENOISERS[name].class_name)(**DENOISERS[name].config)
+    outside = outside_blocks(model)
+    weights = {n: p.numel() for n, p in model.named_parameters()}
+    left = sum(size for n, size in weights.items() if n.rpartition(".")[0] in outside)
+    assert left < 0.04 * sum(weights.values())
+
+
+def test_models_without_blocks_are_not_called_compiled():
+    with pytest.raises(ModelError, match="Linear: no list of blocks; `--compile whole`"):
+        compiled_blocks.compile_blocks(nn.Linear(2, 2))
 
 
 @pytest.mark.usefixtures("_host")

@@ -2,7 +2,7 @@
 
 # ruff: noqa: SLF001  torch's settings of its compilers are public by documentation alone
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -11,13 +11,11 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from quantkit.errors import ModelError
 from quantkit.pipelines.recorded_step import Recording, capture, run_aside
 
-#: Class -> classes of blocks, where those that diffusers calls repeated are too few: what a UNet
-#: has between its transformer blocks is half of its small kernels.
-_BLOCKS = {
-    "UNet2DConditionModel": ("ResnetBlock2D", "Transformer2DModel", "Downsample2D", "Upsample2D")
-}
+#: Classes of a UNet's blocks. Its lists hold whole levels, which would be compiled one by one.
+_UNET_BLOCKS = {"ResnetBlock2D", "Transformer2DModel", "Downsample2D", "Upsample2D"}
 #: Sizes of a block that are compiled; SDXL's residual blocks have twelve, dynamo takes eight.
 _MOST_SIZES = 64
 
@@ -26,11 +24,19 @@ _WARM_UP = 3
 
 
 def compile_blocks(model: nn.Module) -> nn.Module:
-    """Return a copy, its tensors shared, in which every block of a frequent kind is compiled."""
+    """Return a copy, its tensors shared, in which every block is compiled.
+
+    Raises:
+        ModelError: the model has no blocks.
+    """
     model = with_shared_weights(model)
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _MOST_SIZES)
-    for block in _blocks(model).values():
+    blocks = _blocks(model)
+    if not blocks:
+        name = type(model).__name__
+        raise ModelError(f"{name}: no list of blocks; `--compile whole` compiles it in one piece")
+    for block in blocks.values():
         block.compile(fullgraph=True, dynamic=False)
     return model
 
@@ -42,9 +48,13 @@ def outside_blocks(model: nn.Module) -> frozenset[str]:
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    repeated: Sequence[str] = getattr(model, "_repeated_blocks", ())
-    kinds = _BLOCKS.get(type(model).__name__, repeated)
-    return {name: m for name, m in model.named_modules() if type(m).__name__ in kinds}
+    """Return a UNet's blocks, or the members of the lists that the model itself holds.
+
+    diffusers' ``_repeated_blocks`` is empty for SD 3, PixArt and Sana.
+    """
+    found = {n: m for n, m in model.named_modules() if type(m).__name__ in _UNET_BLOCKS}
+    lists = [(n, m) for n, m in model.named_children() if isinstance(m, nn.ModuleList)]
+    return found or {f"{n}.{i}": block for n, blocks in lists for i, block in enumerate(blocks)}
 
 
 @contextmanager
