@@ -1,6 +1,6 @@
 """Write the tables of estimated steps into docs/guides/benchmark.md, beside what was measured.
 
-``python docs/measure_estimate.py`` writes all of them, in four minutes. What was measured stands in
+``python docs/measure_estimate.py`` writes all of them, in 20 minutes. What was measured stands in
 docs/notes/results, in the files of RUNS; docs/notes/results.md has the command that wrote each. To
 renew the tables, put new files in their place and run this again.
 
@@ -63,6 +63,14 @@ RADEON = {
     "4:2, replayed": "sparse-static-replayed",
     "4:2, attention in FP8": "sparse-static-replayed-e4m3fn-attention",
 }
+#: What every family is estimated for, on the same card.
+FAMILIES = {
+    "float16, compiled": "f16-compiled",
+    "FP8, module by module": "fp8-static",
+    "FP8, replayed": "fp8-static-replayed",
+}
+#: Families that are measured and estimated with guidance in one batch.
+_TWO = ("sdxl", "sd15", "sd3", "pixart", "sana")
 #: Gigabytes of its memory, and what a step needs beside weights.
 MEMORY, BESIDE = 16, 1.5
 _ATTENTION = re.compile(r"(.*)-(e4m3fn|int8)-attention")
@@ -77,6 +85,7 @@ def main() -> None:
             page = _with_table(page, card, runs(card))
         page = _with_table(page, "H100 compiled", h100())
         page = _with_table(page, "9070", radeon())
+        page = _with_table(page, "9070 families", families())
         PAGE.write_text(page, encoding="utf-8")
         return
     show, (card, *files) = rows_of, sys.argv[1:]
@@ -128,6 +137,19 @@ def radeon() -> list[str]:
         cells = [cell for rows in (sdxl, flux) for cell in _told(rows, name)]
         lines.append(_line((title, *cells)))
     return [*lines, "", *_groups({title: sdxl[name] for title, name in RADEON.items()})]
+
+
+def families() -> list[str]:
+    """Return the table of all denoisers on an RX 9070 XT."""
+    lines = _head(("", "batch", *FAMILIES, "of float16"))
+    for model in DENOISERS.values():
+        batch = 2 if model.name in _TWO else 1
+        settings = ModelBenchSettings(batch, 128)
+        rows = _rows(find_card("gfx1201"), model, list(FAMILIES.values()), settings)
+        times = [f"{rows[name].ms.middle:.0f}" for name in FAMILIES.values()]
+        dense, packed = (rows[name].ms.middle for name in ("f16-compiled", "fp8-static-replayed"))
+        lines.append(_line((model.name, str(batch), *times, f"{dense / packed:.2f}")))
+    return lines
 
 
 def _told(rows: dict[str, EstimateRow], name: str) -> tuple[str, str, str]:

@@ -28,6 +28,8 @@ _EMPTY = frozenset({
 #: Where no model's code is.
 _LIBRARIES = (torch.__path__[0], *quantkit.fusion.__path__)
 #: Reads a number off a tensor.
+#: Called for ``device`` of tensors without numbers; of others it is no operator.
+_DEVICE = torch.ops.prim.device.default
 _READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  an operator's name
 
 
@@ -128,6 +130,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's i
         self.reason = self.reason or f"{reason}{_place()}"
 
     def _record(self, func: Any, arguments: Any, keywords: Any, result: Any) -> None:
+        if func is _DEVICE:
+            return
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, arguments, keywords):
             self._refuse(f"{func} draws random numbers")
         reads = [*given_values((*arguments, *keywords.values()))]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 from quantkit.fusion.simplify import simplify
@@ -238,6 +239,19 @@ def test_what_is_more_than_its_operators_is_refused(step, words):
     counting = INPUT.clone()
     with pytest.raises(UntraceableError, match=words):
         trace(lambda: step(counting), (counting,))
+
+
+def test_asking_where_an_empty_tensor_is_reads_nothing():
+    with FakeTensorMode():
+        x = torch.empty(2, 8)
+
+        def step():
+            made = torch.empty_like(x)
+            made[:, ::2] = x[:, ::2].to(made.device)
+            return made
+
+        program, _ = trace(step, (x,))
+    assert names(program) == ["empty_like", "slice", "slice", "copy_"]
 
 
 def test_a_number_of_what_python_made_is_known():
