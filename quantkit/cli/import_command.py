@@ -37,8 +37,8 @@ from quantkit.cli.console import echo, print_json, progress_bar
 def import_(quiet: bool, as_json: bool, **given: Any) -> None:
     """Write FILE, .safetensors or .gguf, as a 16-bit diffusers directory.
 
-    FILE has the layout of Stable Diffusion 1.x, 2.x, XL, 3, 3.5, FLUX.1, Wan or LTX-Video files,
-    or diffusers' names; in 16 bit, FP8 (ComfyUI's scaled, fp8r, plain), ComfyUI's int8, or GGUF.
+    FILE has the names of the model's authors, as Stable Diffusion, FLUX or Wan files have, or
+    diffusers' names; in 16 bit, FP8 (ComfyUI's scaled, fp8r, plain), ComfyUI's int8, or GGUF.
     Codes are dequantized. VAE and text encoders are FILE's where it has them; the rest is
     --config's.
 

@@ -42,6 +42,8 @@ class Layout:
     rows: tuple[Row, ...]
     #: tensors that none of them holds
     foreign: tuple[str, ...] = ()
+    #: tensors that published files hold and no program reads
+    unused: tuple[str, ...] = ()
 
 
 def one_row(original: str, diffusers: str) -> Row:
@@ -205,6 +207,29 @@ _LTX = (
     _SAME,
 )
 
+_STAGES = ("layers.{i}", "noise_refiner.{i}", "context_refiner.{i}")
+
+_Z_IMAGE = (
+    *(
+        row
+        for stage in _STAGES
+        for row in (
+            _qkv(f"{stage}.attention.qkv", f"{stage}.attention"),
+            one_row(f"{stage}.attention.q_norm", f"{stage}.attention.norm_q"),
+            one_row(f"{stage}.attention.k_norm", f"{stage}.attention.norm_k"),
+            one_row(f"{stage}.attention.out", f"{stage}.attention.to_out.0"),
+            one_row(f"{stage}.{{rest}}", f"{stage}.{{rest}}"),
+        )
+    ),
+    # diffusers tells embedders by their patches: 2 x 2 pixels of 1 frame are all that files have.
+    one_row("x_embedder", "all_x_embedder.2-1"),
+    one_row("final_layer.{rest}", "all_final_layer.2-1.{rest}"),
+    one_row("t_embedder.{rest}", "t_embedder.{rest}"),
+    one_row("cap_embedder.{rest}", "cap_embedder.{rest}"),
+    one_row("x_pad_token", "x_pad_token"),
+    one_row("cap_pad_token", "cap_pad_token"),
+)
+
 _IN_PIPELINE = "model.diffusion_model."
 _LABEL = "label_emb.0.0.weight"
 
@@ -259,5 +284,14 @@ LAYOUTS: tuple[Layout, ...] = (
         "",
         markers=("patchify_proj.weight", "transformer_blocks.0.attn1.q_norm.weight"),
         rows=_LTX,
+    ),
+    # ComfyUI-GGUF tells it from Lumina 2 by its width.
+    Layout(
+        "lumina2",
+        "ZImageTransformer2DModel",
+        "",
+        markers=("x_pad_token", "layers.0.attention.qkv.weight"),
+        rows=_Z_IMAGE,
+        unused=("norm_final.weight",),
     ),
 )

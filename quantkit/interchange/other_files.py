@@ -61,7 +61,7 @@ def refuse_other(file: StoredFile, folder: object) -> NoReturn:
     for other in _OTHERS:
         if any(other.pattern.search(name) for name in file.tensors):
             raise ModelError(f"{file.path}: {other.what}, expected a denoiser; {other.cure}")
-    known = ", ".join(layout.architecture for layout in LAYOUTS)
+    known = ", ".join(dict.fromkeys(layout.architecture for layout in LAYOUTS))
     named = f"architecture {file.architecture:.80}" if file.architecture else "a model"
     raise ModelError(
         f"{file.path}: {named}, whose layout is not known; expected one of {known}, or the names "

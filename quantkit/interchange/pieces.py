@@ -30,6 +30,8 @@ class Naming:
     layout: str
     prefix: str
     tensors: tuple[OriginalTensor, ...]
+    #: tensors that the file may have besides and no program reads, without the prefix
+    unused: tuple[str, ...] = ()
 
     @property
     def names(self) -> set[str]:

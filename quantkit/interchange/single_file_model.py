@@ -1,6 +1,6 @@
 """A single file and the pipeline that completes it, which fit each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.errors import ModelError
@@ -66,7 +66,11 @@ def fit(file: StoredFile, config: Path, encoders: Encoders = "file") -> SingleFi
     others = _others(file, naming, described)
     _check_remarks(file, config)
     denoiser = Part(component, naming.layout, WEIGHTS, pieces_of(file, naming, described))
-    return SingleFileModel(file, config, denoiser, find_parts(file, others, config, encoders))
+    rest = find_parts(file, others, config, encoders)
+    unused = {name: 1 for name in naming.unused if naming.prefix + name in file.tensors}
+    return SingleFileModel(
+        file, config, denoiser, replace(rest, ignored={**rest.ignored, **unused})
+    )
 
 
 def _component_of(config: Path) -> str:
@@ -108,7 +112,8 @@ def _naming_of(file: StoredFile, described: ModelShapes) -> Naming:
             "architecture; give the pipeline that the file belongs to",
             fields=("config",),
         )
-    return Naming(layout.architecture, prefix, original_tensors(layout, described.shapes))
+    tensors = original_tensors(layout, described.shapes)
+    return Naming(layout.architecture, prefix, tensors, layout.unused)
 
 
 def _own_names(file: StoredFile, described: ModelShapes) -> Naming:
@@ -128,7 +133,8 @@ def _others(file: StoredFile, naming: Naming, described: ModelShapes) -> set[str
         name for name in file.tensors
         if not name.startswith(prefix) or (not prefix and name.startswith(_OTHER_PARTS))
     }  # fmt: skip
-    found = file.tensors.keys() - aside - _REMARKS
+    unused = {prefix + name for name in naming.unused}
+    found = file.tensors.keys() - aside - unused - _REMARKS
     for what, names in (("lacks", expected - found), ("has besides", found - expected)):
         if names:
             raise ModelError(

@@ -26,7 +26,7 @@ from quantkit.workflow.pack import pack
 from tests.support import comfyui
 from tests.support.denoisers import (
     INPUTS,
-    let_diffusers_read_narrow_flux,
+    let_diffusers_read_narrow,
     output_of,
 )
 from tests.support.near_ties import near_ties
@@ -66,7 +66,7 @@ def written(calibrated, tmp_path_factory):
 @pytest.mark.parametrize("case", turned(INPUTS, ("comfyui", "comfyui-int8")))
 def test_comfyui_answers_nearly_as_the_16_bit_model(case, written, monkeypatch):
     name, to = case
-    let_diffusers_read_narrow_flux(monkeypatch)
+    let_diffusers_read_narrow(monkeypatch, "FluxTransformer2DModel")
     pipeline, path, result = written(name, to)
     model = dense_model(name, pipeline)
     read = comfyui.load(path, model, pipeline / FOLDERS[name], prefix=prefix_of(name))

@@ -22,10 +22,12 @@ from quantkit.workflow.export import export
 from tests.support.denoisers import (
     DENOISERS,
     INPUTS,
-    let_diffusers_read_narrow_flux,
+    RENAMED,
+    let_diffusers_read_narrow,
     original_state,
     output_of,
     tiny_denoiser,
+    tiny_renamed,
     tiny_sd15,
 )
 from tests.support.sampling import turned
@@ -54,7 +56,7 @@ def prefix_of(name):
 def test_diffusers_reads_the_file_and_computes_nearly_the_same(
     name, kind, saved, tmp_path, monkeypatch
 ):
-    let_diffusers_read_narrow_flux(monkeypatch)
+    let_diffusers_read_narrow(monkeypatch, "FluxTransformer2DModel")
     model = tiny_denoiser(name)
     export(saved(name), to=f"gguf:{kind}", output=tmp_path / "m.gguf")
     again = type(model).from_single_file(
@@ -92,6 +94,22 @@ def test_tensors_are_those_of_the_gguf_package(case, saved, tmp_path):
     assert result.types == Counter(t.tensor_type.name for t in reader.tensors)
     assert result.types[kind] > 5
     assert result.nbytes == sum(t.n_bytes for t in reader.tensors)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_other_architectures_have_their_names_and_numbers(name, tmp_path):
+    model = tiny_renamed(name)
+    model.save_pretrained(tmp_path / "m")
+    result = export(tmp_path / "m", to="gguf:Q8_0", output=tmp_path / "m.gguf")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert reader.get_field("general.architecture").contents() == RENAMED[name][0]
+    wanted = original_state(model)
+    assert {tensor.name for tensor in reader.tensors} == wanted.keys()
+    for tensor in reader.tensors:
+        value = wanted[tensor.name].numpy()
+        assert tuple(reversed(tensor.shape.tolist())) == value.shape
+        assert np.array_equal(tensor.data, gguf.quantize(value, tensor.tensor_type)), tensor.name
+    assert result.types["Q8_0"] > 5
 
 
 def test_convolutions_are_cut_into_rows_for_comfyui(saved, tmp_path):

@@ -23,7 +23,7 @@ from tests.support.checkpoints import vae_state
 from tests.support.denoisers import (
     DENOISERS,
     RENAMED,
-    let_diffusers_read_narrow_flux,
+    let_diffusers_read_narrow,
     original_state,
     tiny_denoiser,
     tiny_renamed,
@@ -78,7 +78,7 @@ def test_16_bit_files_give_the_tensors_that_diffusers_reads(
     dtype = torch.float16 if prefix else torch.bfloat16
     path = write(tmp_path / "m.safetensors", in_16_bit(name, dtype), prefix)
     result, found = imported(path, config(name))
-    let_diffusers_read_narrow_flux(monkeypatch)
+    let_diffusers_read_narrow(monkeypatch, "FluxTransformer2DModel")
     wanted = {key: value.to(dtype) for key, value in tiny_denoiser(name).state_dict().items()}
     if prefix or name in {"sd3", "sd35", "flux"}:  # diffusers wants UNets prefixed
         again = type(tiny_denoiser(name)).from_single_file(
@@ -254,6 +254,26 @@ def test_exports_come_back(case, tmp_path):
         lost = (found[key].float() - value.float()).norm() / value.float().norm()
         assert lost <= bound, key
     assert all(value.dtype == torch.bfloat16 for value in found.values())
+
+
+#: class -> a tensor that published files have and diffusers leaves out
+UNUSED = {"ZImageTransformer2DModel": "norm_final.weight"}
+
+
+@pytest.mark.parametrize("prefix", ["", INSIDE], ids=["bare", "prefixed"])
+@pytest.mark.parametrize("name", UNUSED)
+def test_tensors_that_no_program_reads_are_left_out_in_words(name, prefix, tmp_path):
+    model = tiny_renamed(name).bfloat16()
+    model.save_config(tmp_path / "config")
+    state = {**original_state(model), UNUSED[name]: torch.ones(32, dtype=torch.bfloat16)}
+    path = write(tmp_path / "m.safetensors", state, prefix)
+    result, found = imported(path, tmp_path / "config")
+    wanted = model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert result.notes == (f"left out, for no pipeline reads it: {UNUSED[name]} (1 tensors)",)
+    write(path, {**state, "norm_first.weight": torch.ones(32)}, prefix)
+    refused(path, tmp_path / "config", "has besides .*norm_first.weight")
 
 
 # What is refused.

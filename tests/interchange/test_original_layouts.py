@@ -3,16 +3,21 @@
 import pytest
 import torch
 
+from quantkit.checkpoint.reader import open_packed
 from quantkit.errors import ModelError
 from quantkit.interchange.layout_names import (
     layout_of_model,
     layout_of_names,
     original_tensors,
 )
+from quantkit.recipe.schema import Recipe
+from quantkit.workflow.export import export
+from quantkit.workflow.pack import pack
+from tests.support import comfyui
 from tests.support.denoisers import (
     DENOISERS,
     RENAMED,
-    let_diffusers_read_narrow_flux,
+    let_diffusers_read_narrow,
     original_state,
     tiny_denoiser,
     tiny_renamed,
@@ -30,29 +35,58 @@ PUBLISHED = {
     "wan22_t2v_14b": "wan",
     "qwen_image": "qwen_image",
     "ltx_video": "ltxv",
+    "z_image": "lumina2",
 }
 
 
 @pytest.mark.parametrize("name", DENOISERS)
 def test_diffusers_reads_the_same_model_from_the_original_layout(name, tmp_path, monkeypatch):
-    let_diffusers_read_narrow_flux(monkeypatch)
-    read_again(tiny_denoiser(name), name, tmp_path)
-
-
-@pytest.mark.parametrize("name", RENAMED)
-def test_diffusers_reads_the_same_model_from_other_names(name, tmp_path):
-    read_again(tiny_renamed(name), name, tmp_path)
-
-
-def read_again(model, name, tmp_path):
-    model.save_config(tmp_path)
+    let_diffusers_read_narrow(monkeypatch, "FluxTransformer2DModel")
+    model = tiny_denoiser(name)
     state = {key: value.clone() for key, value in original_state(model).items()}
     if name.startswith("sd") and name not in {"sd3", "sd35"}:
         state = {f"model.diffusion_model.{key}": value for key, value in state.items()}
-    again = type(model).from_single_file(state, config=str(tmp_path)).state_dict()
+    equal(read_by_diffusers(model, state, tmp_path), model.state_dict())
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_diffusers_reads_the_same_model_from_other_names(name, tmp_path, monkeypatch):
+    let_diffusers_read_narrow(monkeypatch, name)
+    model = tiny_renamed(name)
     wanted = model.state_dict()
-    assert again.keys() == wanted.keys()
-    assert not [key for key in wanted if not torch.equal(again[key], wanted[key])]
+    state = {key: value.clone() for key, value in original_state(model).items()}
+    # diffusers leaves out what the table says that no program reads.
+    for key in layout_of_model(name, wanted).unused:
+        state[key] = torch.ones(32)
+    equal(read_by_diffusers(model, state, tmp_path), wanted)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_packed_codes_are_joined_as_diffusers_splits_them(name, tmp_path, monkeypatch):
+    let_diffusers_read_narrow(monkeypatch, name)
+    model = tiny_renamed(name)
+    model.save_pretrained(tmp_path / "m")
+    how = {"name": "t", "weight": {"format": "int8"}, "data_free": True, "convolutions": False}
+    pack(tmp_path / "m", output=tmp_path / "p", recipe=Recipe.model_validate(how))
+    path = tmp_path / "m.safetensors"
+    result = export(tmp_path / "p", to="comfyui-int8", output=path)
+    assert result.worst[0] == 0
+    state, layers = comfyui.read(path)
+    assert len(result.copied) == len(layers) > 3
+    state |= {f"{layer}.weight": marked.values() for layer, marked in layers.items()}
+    (component,) = open_packed(tmp_path / "p").components
+    wanted = {f"{layer}.weight": component.dequantized(layer) for layer in component.config.layers}
+    equal(read_by_diffusers(model, state, tmp_path), {**model.state_dict(), **wanted})
+
+
+def read_by_diffusers(model, state, folder):
+    model.save_config(folder)
+    return type(model).from_single_file(state, config=str(folder)).state_dict()
+
+
+def equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    assert not [key for key in wanted if not torch.equal(found[key], wanted[key])]
 
 
 @pytest.mark.parametrize(("published", "architecture"), PUBLISHED.items())

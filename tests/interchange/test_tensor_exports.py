@@ -18,7 +18,7 @@ from quantkit.workflow.export import export
 from quantkit.workflow.pack import pack
 from tests.support.denoisers import (
     INPUTS,
-    let_diffusers_read_narrow_flux,
+    let_diffusers_read_narrow,
     output_of,
     tiny_denoiser,
 )
@@ -158,7 +158,7 @@ def test_modulation_stays_unless_a_recipe_says_otherwise(how, dtype, saved, tmp_
 
 @pytest.fixture
 def _narrow_flux(monkeypatch):
-    let_diffusers_read_narrow_flux(monkeypatch)
+    let_diffusers_read_narrow(monkeypatch, "FluxTransformer2DModel")
 
 
 @pytest.mark.usefixtures("_narrow_flux")

@@ -1,6 +1,7 @@
 """Tiny random denoisers of every original layout, and what diffusers reads of them."""
 
 import inspect
+from dataclasses import replace
 
 import torch
 from diffusers.loaders import single_file_model, single_file_utils
@@ -76,11 +77,12 @@ DENOISERS = {
     "sd35": (tiny_sd35, "sd3"),
     "flux": (flux_transformer, "flux"),
 }
-#: Those of which diffusers' names are the original's, or nearly so: class -> GGUF's architecture.
+#: Those that are tiny rows of denoiser_classes: class -> (GGUF's architecture, changes of the row).
 RENAMED = {
-    "WanTransformer3DModel": "wan",
-    "QwenImageTransformer2DModel": "qwen_image",
-    "LTXVideoTransformer3DModel": "ltxv",
+    "WanTransformer3DModel": ("wan", {}),
+    "QwenImageTransformer2DModel": ("qwen_image", {}),
+    "LTXVideoTransformer3DModel": ("ltxv", {}),
+    "ZImageTransformer2DModel": ("lumina2", {"n_layers": 2}),
 }
 
 
@@ -96,7 +98,8 @@ def tiny_denoiser(name, seed=0):
 
 def tiny_renamed(name):
     """A tiny model of a class of RENAMED."""
-    return tiny_model(next(row for row in ROWS if row.class_name == name))
+    row = next(row for row in ROWS if row.class_name == name)
+    return tiny_model(replace(row, config={**row.config, **RENAMED[name][1]}))
 
 
 def original_state(model):
@@ -109,14 +112,24 @@ def original_state(model):
     }
 
 
-def let_diffusers_read_narrow_flux(patch, width=64):
-    """Put the width of a tiny FLUX into diffusers' converter, which has that of FLUX.1 typed in."""
-    name = "convert_flux_transformer_checkpoint_to_diffusers"
+#: The sizes of published models in diffusers' converters, and those of tiny ones.
+_TYPED_IN = {
+    "FluxTransformer2DModel": {"inner_dim = 3072": "inner_dim = 64"},
+}
+
+
+def let_diffusers_read_narrow(patch, class_name):
+    """Put the width of a tiny model into diffusers' converter, where that has another typed in."""
+    if class_name not in _TYPED_IN:
+        return
+    row = single_file_model.SINGLE_FILE_LOADABLE_CLASSES[class_name]
+    name = row["checkpoint_mapping_fn"].__name__
     code = inspect.getsource(getattr(single_file_utils, name))
-    assert code.count("inner_dim = 3072") == 1
+    for theirs, ours in _TYPED_IN[class_name].items():
+        assert code.count(theirs) == 1
+        code = code.replace(theirs, ours)
     space = vars(single_file_utils).copy()
-    exec(code.replace("inner_dim = 3072", f"inner_dim = {width}"), space)
-    row = single_file_model.SINGLE_FILE_LOADABLE_CLASSES["FluxTransformer2DModel"]
+    exec(code, space)
     patch.setitem(row, "checkpoint_mapping_fn", space[name])
 
 
