@@ -126,46 +126,59 @@ _SD3 = (
     Row("final_layer.adaLN_modulation.1", ("norm_out.linear",), swapped="always"),
 )
 
-_FLUX = (
+_DOUBLE = "double_blocks.{i}"
+_STREAM = "single_blocks.{i}"
+
+_FLUX_ATTENTION = (
     one_row("img_in", "x_embedder"),
     one_row("txt_in", "context_embedder"),
+    _qkv(f"{_DOUBLE}.img_attn.qkv", f"{_BLOCK}.attn"),
+    one_row(f"{_DOUBLE}.img_attn.norm.query_norm.scale", f"{_BLOCK}.attn.norm_q.weight"),
+    one_row(f"{_DOUBLE}.img_attn.norm.key_norm.scale", f"{_BLOCK}.attn.norm_k.weight"),
+    one_row(f"{_DOUBLE}.img_attn.proj", f"{_BLOCK}.attn.to_out.0"),
+    _qkv(f"{_DOUBLE}.txt_attn.qkv", f"{_BLOCK}.attn", _ADDED),
+    one_row(f"{_DOUBLE}.txt_attn.norm.query_norm.scale", f"{_BLOCK}.attn.norm_added_q.weight"),
+    one_row(f"{_DOUBLE}.txt_attn.norm.key_norm.scale", f"{_BLOCK}.attn.norm_added_k.weight"),
+    one_row(f"{_DOUBLE}.txt_attn.proj", f"{_BLOCK}.attn.to_add_out"),
+    one_row(f"{_STREAM}.norm.query_norm.scale", f"{_SINGLE}.attn.norm_q.weight"),
+    one_row(f"{_STREAM}.norm.key_norm.scale", f"{_SINGLE}.attn.norm_k.weight"),
+    one_row("final_layer.linear", "proj_out"),
+)
+
+_FLUX_MLP = (
+    one_row(f"{_DOUBLE}.img_mlp.0", f"{_BLOCK}.ff.net.0.proj"),
+    one_row(f"{_DOUBLE}.img_mlp.2", f"{_BLOCK}.ff.net.2"),
+    one_row(f"{_DOUBLE}.txt_mlp.0", f"{_BLOCK}.ff_context.net.0.proj"),
+    one_row(f"{_DOUBLE}.txt_mlp.2", f"{_BLOCK}.ff_context.net.2"),
+    _qkv(f"{_STREAM}.linear1", _SINGLE, ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
+    one_row(f"{_STREAM}.linear2", f"{_SINGLE}.proj_out"),
+)
+
+_FLUX = (
+    *_FLUX_ATTENTION,
+    *_FLUX_MLP,
     one_row("time_in.in_layer", "time_text_embed.timestep_embedder.linear_1"),
     one_row("time_in.out_layer", "time_text_embed.timestep_embedder.linear_2"),
     one_row("vector_in.in_layer", "time_text_embed.text_embedder.linear_1"),
     one_row("vector_in.out_layer", "time_text_embed.text_embedder.linear_2"),
     one_row("guidance_in.in_layer", "time_text_embed.guidance_embedder.linear_1"),
     one_row("guidance_in.out_layer", "time_text_embed.guidance_embedder.linear_2"),
-    one_row("double_blocks.{i}.img_mod.lin", f"{_BLOCK}.norm1.linear"),
-    one_row("double_blocks.{i}.txt_mod.lin", f"{_BLOCK}.norm1_context.linear"),
-    _qkv("double_blocks.{i}.img_attn.qkv", f"{_BLOCK}.attn"),
-    one_row("double_blocks.{i}.img_attn.norm.query_norm.scale", f"{_BLOCK}.attn.norm_q.weight"),
-    one_row("double_blocks.{i}.img_attn.norm.key_norm.scale", f"{_BLOCK}.attn.norm_k.weight"),
-    one_row("double_blocks.{i}.img_attn.proj", f"{_BLOCK}.attn.to_out.0"),
-    _qkv("double_blocks.{i}.txt_attn.qkv", f"{_BLOCK}.attn", _ADDED),
-    one_row(
-        "double_blocks.{i}.txt_attn.norm.query_norm.scale", f"{_BLOCK}.attn.norm_added_q.weight"
-    ),
-    one_row("double_blocks.{i}.txt_attn.norm.key_norm.scale", f"{_BLOCK}.attn.norm_added_k.weight"),
-    one_row("double_blocks.{i}.txt_attn.proj", f"{_BLOCK}.attn.to_add_out"),
-    one_row("double_blocks.{i}.img_mlp.0", f"{_BLOCK}.ff.net.0.proj"),
-    one_row("double_blocks.{i}.img_mlp.2", f"{_BLOCK}.ff.net.2"),
-    one_row("double_blocks.{i}.txt_mlp.0", f"{_BLOCK}.ff_context.net.0.proj"),
-    one_row("double_blocks.{i}.txt_mlp.2", f"{_BLOCK}.ff_context.net.2"),
-    one_row("single_blocks.{i}.modulation.lin", f"{_SINGLE}.norm.linear"),
-    Row(
-        "single_blocks.{i}.linear1",
-        (
-            f"{_SINGLE}.attn.to_q",
-            f"{_SINGLE}.attn.to_k",
-            f"{_SINGLE}.attn.to_v",
-            f"{_SINGLE}.proj_mlp",
-        ),
-    ),
-    one_row("single_blocks.{i}.linear2", f"{_SINGLE}.proj_out"),
-    one_row("single_blocks.{i}.norm.query_norm.scale", f"{_SINGLE}.attn.norm_q.weight"),
-    one_row("single_blocks.{i}.norm.key_norm.scale", f"{_SINGLE}.attn.norm_k.weight"),
-    one_row("final_layer.linear", "proj_out"),
+    one_row(f"{_DOUBLE}.img_mod.lin", f"{_BLOCK}.norm1.linear"),
+    one_row(f"{_DOUBLE}.txt_mod.lin", f"{_BLOCK}.norm1_context.linear"),
+    one_row(f"{_STREAM}.modulation.lin", f"{_SINGLE}.norm.linear"),
     Row("final_layer.adaLN_modulation.1", ("norm_out.linear",), swapped="always"),
+)
+
+_GUIDANCE = "distilled_guidance_layer"
+
+_CHROMA = (
+    *_FLUX_ATTENTION,
+    *_FLUX_MLP,
+    one_row(f"{_GUIDANCE}.in_proj", f"{_GUIDANCE}.in_proj"),
+    one_row(f"{_GUIDANCE}.layers.{{i}}.in_layer", f"{_GUIDANCE}.layers.{{i}}.linear_1"),
+    one_row(f"{_GUIDANCE}.layers.{{i}}.out_layer", f"{_GUIDANCE}.layers.{{i}}.linear_2"),
+    one_row(f"{_GUIDANCE}.norms.{{i}}.scale", f"{_GUIDANCE}.norms.{{i}}.weight"),
+    one_row(f"{_GUIDANCE}.out_proj", f"{_GUIDANCE}.out_proj"),
 )
 
 _ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q",
@@ -232,6 +245,7 @@ _Z_IMAGE = (
 
 _IN_PIPELINE = "model.diffusion_model."
 _LABEL = "label_emb.0.0.weight"
+_FLUX_NORM = "double_blocks.0.img_attn.norm.key_norm.scale"
 
 LAYOUTS: tuple[Layout, ...] = (
     Layout(
@@ -261,8 +275,15 @@ LAYOUTS: tuple[Layout, ...] = (
         "flux",
         "FluxTransformer2DModel",
         "",
-        markers=("double_blocks.0.img_attn.norm.key_norm.scale",),
+        markers=(_FLUX_NORM, "double_blocks.0.img_mod.lin.weight"),
         rows=_FLUX,
+    ),
+    Layout(
+        "flux",
+        "ChromaTransformer2DModel",
+        "",
+        markers=(_FLUX_NORM, "distilled_guidance_layer.in_proj.weight"),
+        rows=_CHROMA,
     ),
     Layout(
         "wan",

@@ -35,6 +35,7 @@ PUBLISHED = {
     "wan22_t2v_14b": "wan",
     "qwen_image": "qwen_image",
     "ltx_video": "ltxv",
+    "chroma1_hd": "flux",
     "z_image": "lumina2",
 }
 

@@ -82,6 +82,10 @@ RENAMED = {
     "WanTransformer3DModel": ("wan", {}),
     "QwenImageTransformer2DModel": ("qwen_image", {}),
     "LTXVideoTransformer3DModel": ("ltxv", {}),
+    "ChromaTransformer2DModel": (
+        "flux",
+        {"num_layers": 2, "num_single_layers": 2, "approximator_layers": 2},
+    ),
     "ZImageTransformer2DModel": ("lumina2", {"n_layers": 2}),
 }
 
@@ -115,6 +119,7 @@ def original_state(model):
 #: The sizes of published models in diffusers' converters, and those of tiny ones.
 _TYPED_IN = {
     "FluxTransformer2DModel": {"inner_dim = 3072": "inner_dim = 64"},
+    "ChromaTransformer2DModel": {"inner_dim = 3072": "inner_dim = 32"},
 }
 
 
