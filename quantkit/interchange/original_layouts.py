@@ -181,6 +181,25 @@ _CHROMA = (
     one_row(f"{_GUIDANCE}.out_proj", f"{_GUIDANCE}.out_proj"),
 )
 
+_FLUX2 = (
+    *_FLUX_ATTENTION,
+    one_row(f"{_DOUBLE}.img_mlp.0", f"{_BLOCK}.ff.linear_in"),
+    one_row(f"{_DOUBLE}.img_mlp.2", f"{_BLOCK}.ff.linear_out"),
+    one_row(f"{_DOUBLE}.txt_mlp.0", f"{_BLOCK}.ff_context.linear_in"),
+    one_row(f"{_DOUBLE}.txt_mlp.2", f"{_BLOCK}.ff_context.linear_out"),
+    # Joined in diffusers, too.
+    one_row(f"{_STREAM}.linear1", f"{_SINGLE}.attn.to_qkv_mlp_proj"),
+    one_row(f"{_STREAM}.linear2", f"{_SINGLE}.attn.to_out"),
+    one_row("time_in.in_layer", "time_guidance_embed.timestep_embedder.linear_1"),
+    one_row("time_in.out_layer", "time_guidance_embed.timestep_embedder.linear_2"),
+    one_row("guidance_in.in_layer", "time_guidance_embed.guidance_embedder.linear_1"),
+    one_row("guidance_in.out_layer", "time_guidance_embed.guidance_embedder.linear_2"),
+    one_row("double_stream_modulation_img.lin", "double_stream_modulation_img.linear"),
+    one_row("double_stream_modulation_txt.lin", "double_stream_modulation_txt.linear"),
+    one_row("single_stream_modulation.lin", "single_stream_modulation.linear"),
+    Row("final_layer.adaLN_modulation.1", ("norm_out.linear",), swapped="always"),
+)
+
 _ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q",
               "norm_k": "norm_k", "add_k_proj": "k_img", "add_v_proj": "v_img",
               "norm_added_k": "norm_k_img"}  # fmt: skip
@@ -284,6 +303,13 @@ LAYOUTS: tuple[Layout, ...] = (
         "",
         markers=(_FLUX_NORM, "distilled_guidance_layer.in_proj.weight"),
         rows=_CHROMA,
+    ),
+    Layout(
+        "flux",
+        "Flux2Transformer2DModel",
+        "",
+        markers=(_FLUX_NORM, "double_stream_modulation_img.lin.weight"),
+        rows=_FLUX2,
     ),
     Layout(
         "wan",

@@ -36,6 +36,7 @@ PUBLISHED = {
     "qwen_image": "qwen_image",
     "ltx_video": "ltxv",
     "chroma1_hd": "flux",
+    "flux2_dev": "flux",
     "z_image": "lumina2",
 }
 

@@ -86,6 +86,7 @@ RENAMED = {
         "flux",
         {"num_layers": 2, "num_single_layers": 2, "approximator_layers": 2},
     ),
+    "Flux2Transformer2DModel": ("flux", {"num_layers": 2, "num_single_layers": 2}),
     "ZImageTransformer2DModel": ("lumina2", {"n_layers": 2}),
 }
 
