@@ -241,18 +241,19 @@ _LTX = (
 
 _STAGES = ("layers.{i}", "noise_refiner.{i}", "context_refiner.{i}")
 
+
+def _stage_attention(stage: str, attention: str) -> tuple[Row, ...]:
+    return (
+        _qkv(f"{stage}.attention.qkv", f"{stage}.{attention}"),
+        one_row(f"{stage}.attention.q_norm", f"{stage}.{attention}.norm_q"),
+        one_row(f"{stage}.attention.k_norm", f"{stage}.{attention}.norm_k"),
+        one_row(f"{stage}.attention.out", f"{stage}.{attention}.to_out.0"),
+    )
+
+
 _Z_IMAGE = (
-    *(
-        row
-        for stage in _STAGES
-        for row in (
-            _qkv(f"{stage}.attention.qkv", f"{stage}.attention"),
-            one_row(f"{stage}.attention.q_norm", f"{stage}.attention.norm_q"),
-            one_row(f"{stage}.attention.k_norm", f"{stage}.attention.norm_k"),
-            one_row(f"{stage}.attention.out", f"{stage}.attention.to_out.0"),
-            one_row(f"{stage}.{{rest}}", f"{stage}.{{rest}}"),
-        )
-    ),
+    *(row for stage in _STAGES for row in _stage_attention(stage, "attention")),
+    *(one_row(f"{stage}.{{rest}}", f"{stage}.{{rest}}") for stage in _STAGES),
     # diffusers tells embedders by their patches: 2 x 2 pixels of 1 frame are all that files have.
     one_row("x_embedder", "all_x_embedder.2-1"),
     one_row("final_layer.{rest}", "all_final_layer.2-1.{rest}"),
@@ -260,6 +261,36 @@ _Z_IMAGE = (
     one_row("cap_embedder.{rest}", "cap_embedder.{rest}"),
     one_row("x_pad_token", "x_pad_token"),
     one_row("cap_pad_token", "cap_pad_token"),
+)
+
+_LUMINA2_STAGE = {
+    "feed_forward.w1": "feed_forward.linear_1",
+    "feed_forward.w2": "feed_forward.linear_2",
+    "feed_forward.w3": "feed_forward.linear_3",
+    "adaLN_modulation.1": "norm1.linear",
+    "attention_norm2": "norm2",
+    "ffn_norm1": "ffn_norm1",
+    "ffn_norm2": "ffn_norm2",
+}
+_CAPTION = "time_caption_embed.caption_embedder"
+
+_LUMINA2 = (
+    *(row for stage in _STAGES for row in _stage_attention(stage, "attn")),
+    *(
+        one_row(f"{stage}.{old}", f"{stage}.{new}")
+        for stage in _STAGES
+        for old, new in _LUMINA2_STAGE.items()
+    ),
+    one_row("layers.{i}.attention_norm1", "layers.{i}.norm1.norm"),
+    one_row("noise_refiner.{i}.attention_norm1", "noise_refiner.{i}.norm1.norm"),
+    # Which has no modulation.
+    one_row("context_refiner.{i}.attention_norm1", "context_refiner.{i}.norm1"),
+    one_row("x_embedder", "x_embedder"),
+    one_row("t_embedder.mlp.0", "time_caption_embed.timestep_embedder.linear_1"),
+    one_row("t_embedder.mlp.2", "time_caption_embed.timestep_embedder.linear_2"),
+    one_row("cap_embedder.{rest}", f"{_CAPTION}.{{rest}}"),
+    one_row("final_layer.adaLN_modulation.1", "norm_out.linear_1"),
+    one_row("final_layer.linear", "norm_out.linear_2"),
 )
 
 _IN_PIPELINE = "model.diffusion_model."
@@ -332,12 +363,20 @@ LAYOUTS: tuple[Layout, ...] = (
         markers=("patchify_proj.weight", "transformer_blocks.0.attn1.q_norm.weight"),
         rows=_LTX,
     ),
-    # ComfyUI-GGUF tells it from Lumina 2 by its width.
+    # ComfyUI tells Lumina 2 and Z-Image apart by their widths.
+    Layout(
+        "lumina2",
+        "Lumina2Transformer2DModel",
+        "",
+        markers=("layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.1.weight"),
+        rows=_LUMINA2,
+        unused=("norm_final.weight",),
+    ),
     Layout(
         "lumina2",
         "ZImageTransformer2DModel",
         "",
-        markers=("x_pad_token", "layers.0.attention.qkv.weight"),
+        markers=("layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.0.weight"),
         rows=_Z_IMAGE,
         unused=("norm_final.weight",),
     ),

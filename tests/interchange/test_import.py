@@ -257,7 +257,10 @@ def test_exports_come_back(case, tmp_path):
 
 
 #: class -> a tensor that published files have and diffusers leaves out
-UNUSED = {"ZImageTransformer2DModel": "norm_final.weight"}
+UNUSED = {
+    "Lumina2Transformer2DModel": "norm_final.weight",
+    "ZImageTransformer2DModel": "norm_final.weight",
+}
 
 
 @pytest.mark.parametrize("prefix", ["", INSIDE], ids=["bare", "prefixed"])

@@ -87,6 +87,7 @@ RENAMED = {
         {"num_layers": 2, "num_single_layers": 2, "approximator_layers": 2},
     ),
     "Flux2Transformer2DModel": ("flux", {"num_layers": 2, "num_single_layers": 2}),
+    "Lumina2Transformer2DModel": ("lumina2", {"num_layers": 2, "num_refiner_layers": 2}),
     "ZImageTransformer2DModel": ("lumina2", {"n_layers": 2}),
 }
 
@@ -120,6 +121,10 @@ def original_state(model):
 #: The sizes of published models in diffusers' converters, and those of tiny ones.
 _TYPED_IN = {
     "FluxTransformer2DModel": {"inner_dim = 3072": "inner_dim = 64"},
+    "Lumina2Transformer2DModel": {
+        "q_dim = 2304": "q_dim = 48",
+        "k_dim = v_dim = 768": "k_dim = v_dim = 16",
+    },
     "ChromaTransformer2DModel": {"inner_dim = 3072": "inner_dim = 32"},
 }
 
