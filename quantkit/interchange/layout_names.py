@@ -8,6 +8,8 @@ from functools import lru_cache
 from quantkit.errors import ModelError
 from quantkit.interchange.original_layouts import LAYOUTS, Layout, Row
 
+#: What all names of a denoiser begin with in files; AuraFlow's have the last.
+_PREFIXES = ("", "model.diffusion_model.", "model.")
 _SUFFIX = r"(?P<suffix>(\.weight|\.bias)?)"
 _GROUPS = {"{x}": r"(?P<x>\d+)", "{i}": r"(?P<i>\d+)", "{rest}": r"(?P<rest>.+)"}
 
@@ -61,7 +63,7 @@ def layout_of_names(names: Iterable[str]) -> tuple[Layout, str] | None:
     """Return the layout of a file's tensors and the prefix that they have; None: no known one."""
     there = frozenset(names)
     for layout in LAYOUTS:
-        for prefix in ("", "model.diffusion_model."):
+        for prefix in _PREFIXES:
             has = [prefix + marker in there for marker in layout.markers]
             if all(has) and not any(prefix + name in there for name in layout.foreign):
                 return layout, prefix

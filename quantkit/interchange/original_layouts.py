@@ -293,6 +293,45 @@ _LUMINA2 = (
     one_row("final_layer.linear", "norm_out.linear_2"),
 )
 
+_AURA_JOINT = {
+    "attn.w2q": "attn.to_q", "attn.w2k": "attn.to_k", "attn.w2v": "attn.to_v",
+    "attn.w2o": "attn.to_out.0", "attn.w1q": "attn.add_q_proj", "attn.w1k": "attn.add_k_proj",
+    "attn.w1v": "attn.add_v_proj", "attn.w1o": "attn.to_add_out", "modX.1": "norm1.linear",
+    "modC.1": "norm1_context.linear",
+}  # fmt: skip
+_AURA_SINGLE = {
+    "attn.w1q": "attn.to_q", "attn.w1k": "attn.to_k", "attn.w1v": "attn.to_v",
+    "attn.w1o": "attn.to_out.0", "modCX.1": "norm1.linear",
+}  # fmt: skip
+
+
+def _aura_mlp(original: str, diffusers: str) -> tuple[Row, ...]:
+    names = {"c_fc1": "linear_1", "c_fc2": "linear_2", "c_proj": "out_projection"}
+    return tuple(one_row(f"{original}.{old}", f"{diffusers}.{new}") for old, new in names.items())
+
+
+_AURA = (
+    one_row("init_x_linear", "pos_embed.proj"),
+    one_row("positional_encoding", "pos_embed.pos_embed"),
+    one_row("register_tokens", "register_tokens"),
+    one_row("cond_seq_linear", "context_embedder"),
+    one_row("t_embedder.mlp.0", "time_step_proj.linear_1"),
+    one_row("t_embedder.mlp.2", "time_step_proj.linear_2"),
+    *(
+        one_row(f"double_layers.{{i}}.{old}", f"joint_{_BLOCK}.{new}")
+        for old, new in _AURA_JOINT.items()
+    ),
+    *_aura_mlp("double_layers.{i}.mlpX", f"joint_{_BLOCK}.ff"),
+    *_aura_mlp("double_layers.{i}.mlpC", f"joint_{_BLOCK}.ff_context"),
+    *(
+        one_row(f"single_layers.{{i}}.{old}", f"{_SINGLE}.{new}")
+        for old, new in _AURA_SINGLE.items()
+    ),
+    *_aura_mlp("single_layers.{i}.mlp", f"{_SINGLE}.ff"),
+    one_row("final_linear", "proj_out"),
+    Row("modF.1", ("norm_out.linear",), swapped="always"),
+)
+
 _IN_PIPELINE = "model.diffusion_model."
 _LABEL = "label_emb.0.0.weight"
 _FLUX_NORM = "double_blocks.0.img_attn.norm.key_norm.scale"
@@ -379,5 +418,12 @@ LAYOUTS: tuple[Layout, ...] = (
         markers=("layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.0.weight"),
         rows=_Z_IMAGE,
         unused=("norm_final.weight",),
+    ),
+    Layout(
+        "aura",
+        "AuraFlowTransformer2DModel",
+        "",
+        markers=("double_layers.0.attn.w1q.weight", "cond_seq_linear.weight"),
+        rows=_AURA,
     ),
 )

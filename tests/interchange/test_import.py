@@ -256,6 +256,18 @@ def test_exports_come_back(case, tmp_path):
     assert all(value.dtype == torch.bfloat16 for value in found.values())
 
 
+def test_auraflow_files_have_a_prefix_of_their_own(tmp_path):
+    """That of fal's checkpoints, which diffusers' script of AuraFlow takes off."""
+    model = tiny_renamed("AuraFlowTransformer2DModel").bfloat16()
+    model.save_config(tmp_path / "config")
+    path = write(tmp_path / "m.safetensors", original_state(model), "model.")
+    result, found = imported(path, tmp_path / "config")
+    assert (result.layout, result.notes) == ("aura", ())
+    wanted = model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
 #: class -> a tensor that published files have and diffusers leaves out
 UNUSED = {
     "Lumina2Transformer2DModel": "norm_final.weight",

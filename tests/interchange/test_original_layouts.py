@@ -100,7 +100,7 @@ def test_published_models_have_a_layout_and_are_told_by_it(published, architectu
     assert layout.architecture == architecture
     assert len(set(names)) == len(names)
     assert sorted(p for tensor in found for p in tensor.parts) == sorted(keys["tensors"])
-    for prefix in ("", "model.diffusion_model."):
+    for prefix in ("", "model.diffusion_model.", "model."):
         assert layout_of_names(prefix + name for name in names) == (layout, prefix)
 
 

@@ -82,6 +82,7 @@ RENAMED = {
     "WanTransformer3DModel": ("wan", {}),
     "QwenImageTransformer2DModel": ("qwen_image", {}),
     "LTXVideoTransformer3DModel": ("ltxv", {}),
+    "AuraFlowTransformer2DModel": ("aura", {"num_mmdit_layers": 2, "num_single_dit_layers": 2}),
     "ChromaTransformer2DModel": (
         "flux",
         {"num_layers": 2, "num_single_layers": 2, "approximator_layers": 2},
