@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from quantkit.errors import ModelError
-from quantkit.interchange.original_layouts import LAYOUTS, Layout, Row
+from quantkit.interchange.layout_rows import Row
+from quantkit.interchange.original_layouts import LAYOUTS, Layout
 
 #: What all names of a denoiser begin with in files; AuraFlow's have the last.
 _PREFIXES = ("", "model.diffusion_model.", "model.")

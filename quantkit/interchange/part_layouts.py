@@ -8,7 +8,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from quantkit.interchange.original_layouts import Layout, Row, one_row
+from quantkit.interchange.layout_rows import Row, one_row
+from quantkit.interchange.original_layouts import Layout
 
 _LAYER = "text_model.encoder.layers.{i}"
 _BLOCK = "transformer.resblocks.{i}"
