@@ -7,7 +7,7 @@ others and renames all of them. The rows say what diffusers' converters do
 
 from dataclasses import dataclass
 
-from quantkit.interchange.flux_rows import CHROMA, FLUX, FLUX2
+from quantkit.interchange.flux_rows import CHROMA, FLUX, FLUX2, HUNYUAN_VIDEO
 from quantkit.interchange.layout_rows import Row
 from quantkit.interchange.transformer_rows import (
     AURA,
@@ -133,5 +133,12 @@ LAYOUTS: tuple[Layout, ...] = (
         "",
         markers=("double_layers.0.attn.w1q.weight", "cond_seq_linear.weight"),
         rows=AURA,
+    ),
+    Layout(
+        "hyvid",
+        "HunyuanVideoTransformer3DModel",
+        "",
+        markers=("double_blocks.0.img_attn_qkv.weight", "txt_in.input_embedder.weight"),
+        rows=HUNYUAN_VIDEO,
     ),
 )

@@ -88,6 +88,10 @@ RENAMED = {
         {"num_layers": 2, "num_single_layers": 2, "approximator_layers": 2},
     ),
     "Flux2Transformer2DModel": ("flux", {"num_layers": 2, "num_single_layers": 2}),
+    "HunyuanVideoTransformer3DModel": (
+        "hyvid",
+        {"num_layers": 2, "num_single_layers": 2, "num_refiner_layers": 2},
+    ),
     "Lumina2Transformer2DModel": ("lumina2", {"num_layers": 2, "num_refiner_layers": 2}),
     "ZImageTransformer2DModel": ("lumina2", {"n_layers": 2}),
 }
@@ -122,6 +126,7 @@ def original_state(model):
 #: The sizes of published models in diffusers' converters, and those of tiny ones.
 _TYPED_IN = {
     "FluxTransformer2DModel": {"inner_dim = 3072": "inner_dim = 64"},
+    "HunyuanVideoTransformer3DModel": {"hidden_size = 3072": "hidden_size = 32"},
     "Lumina2Transformer2DModel": {
         "q_dim = 2304": "q_dim = 48",
         "k_dim = v_dim = 768": "k_dim = v_dim = 16",
