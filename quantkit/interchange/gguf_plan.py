@@ -67,6 +67,11 @@ def plan_types(
     """
     _refuse_codes(denoiser, requantize=requantize)
     layout = layout_of_model(denoiser.class_name, denoiser.shapes)
+    if not layout.gguf:
+        raise ModelError(
+            f"{denoiser.path}: {denoiser.class_name}: no program reads it from GGUF files; export "
+            "it to single-file, comfyui or comfyui-int8"
+        )
     choice = _Choice(kind, convolutions, requantize)
     tensors = []
     for original in original_tensors(layout, denoiser.shapes):

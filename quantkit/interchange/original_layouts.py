@@ -1,8 +1,8 @@
 """Layouts of denoisers in their authors' files: names and splits, one row per tensor or group.
 
 ComfyUI, GGUF and single files have these layouts; diffusers splits some weights, swaps halves of
-others and renames all of them. The rows say what diffusers' converters do
-(``diffusers/loaders/single_file_utils.py``), which the tests compare them with.
+others and renames all of them. The rows say what diffusers' converters do, which the tests compare
+them with: ``diffusers/loaders/single_file_utils.py``, and ``scripts/convert_pixart_*`` of PixArt.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from quantkit.interchange.transformer_rows import (
     AURA,
     LTX,
     LUMINA2,
+    PIXART,
     SAME,
     SD3,
     WAN,
@@ -25,7 +26,7 @@ from quantkit.interchange.unet_rows import UNET
 class Layout:
     """The original layout of a model class."""
 
-    #: its name in GGUF files (general.architecture)
+    #: its name in GGUF files (general.architecture), where programs read such
     architecture: str
     #: diffusers' class
     class_name: str
@@ -38,6 +39,8 @@ class Layout:
     foreign: tuple[str, ...] = ()
     #: tensors that published files hold and no program reads
     unused: tuple[str, ...] = ()
+    #: whether programs read GGUF files of it
+    gguf: bool = True
 
 
 _IN_PIPELINE = "model.diffusion_model."
@@ -140,5 +143,15 @@ LAYOUTS: tuple[Layout, ...] = (
         "",
         markers=("double_blocks.0.img_attn_qkv.weight", "txt_in.input_embedder.weight"),
         rows=HUNYUAN_VIDEO,
+    ),
+    Layout(
+        "pixart",
+        "PixArtTransformer2DModel",
+        "",
+        markers=("t_block.1.weight", "blocks.0.cross_attn.kv_linear.weight"),
+        rows=PIXART,
+        # The prompt that is none, and positions, which programs compute.
+        unused=("y_embedder.y_embedding", "pos_embed"),
+        gguf=False,
     ),
 )

@@ -168,3 +168,28 @@ AURA = (
     one_row("final_linear", "proj_out"),
     Row("modF.1", ("norm_out.linear",), swapped="always"),
 )
+
+_CONDITION = "adaln_single.emb"
+
+PIXART = (
+    one_row("x_embedder.proj", "pos_embed.proj"),
+    one_row("t_embedder.mlp.0", f"{_CONDITION}.timestep_embedder.linear_1"),
+    one_row("t_embedder.mlp.2", f"{_CONDITION}.timestep_embedder.linear_2"),
+    one_row("csize_embedder.mlp.0", f"{_CONDITION}.resolution_embedder.linear_1"),
+    one_row("csize_embedder.mlp.2", f"{_CONDITION}.resolution_embedder.linear_2"),
+    one_row("ar_embedder.mlp.0", f"{_CONDITION}.aspect_ratio_embedder.linear_1"),
+    one_row("ar_embedder.mlp.2", f"{_CONDITION}.aspect_ratio_embedder.linear_2"),
+    one_row("t_block.1", "adaln_single.linear"),
+    one_row("y_embedder.y_proj.fc1", "caption_projection.linear_1"),
+    one_row("y_embedder.y_proj.fc2", "caption_projection.linear_2"),
+    one_row("blocks.{i}.scale_shift_table", f"{BLOCK}.scale_shift_table"),
+    joined("blocks.{i}.attn.qkv", f"{BLOCK}.attn1"),
+    one_row("blocks.{i}.attn.proj", f"{BLOCK}.attn1.to_out.0"),
+    one_row("blocks.{i}.cross_attn.q_linear", f"{BLOCK}.attn2.to_q"),
+    joined("blocks.{i}.cross_attn.kv_linear", f"{BLOCK}.attn2", ("to_k", "to_v")),
+    one_row("blocks.{i}.cross_attn.proj", f"{BLOCK}.attn2.to_out.0"),
+    one_row("blocks.{i}.mlp.fc1", f"{BLOCK}.ff.net.0.proj"),
+    one_row("blocks.{i}.mlp.fc2", f"{BLOCK}.ff.net.2"),
+    one_row("final_layer.linear", "proj_out"),
+    one_row("final_layer.scale_shift_table", "scale_shift_table"),
+)

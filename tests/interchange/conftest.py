@@ -5,7 +5,9 @@ import pytest
 from quantkit.recipe.load import load_recipe
 from quantkit.workflow.calibrate import calibrate
 from tests.support import pipelines
+from tests.support.denoiser_classes import ROWS
 from tests.support.denoisers import tiny_denoiser
+from tests.support.tiny_denoisers import tiny_model
 
 PIPELINES = {
     "sd15": pipelines.tiny_sd15_pipeline,
@@ -50,3 +52,13 @@ def saved(tmp_path_factory):
         return made[name]
 
     return directory
+
+
+@pytest.fixture(scope="module")
+def sana_dir(tmp_path_factory):
+    """Return the directory of a tiny Sana, whose original layout no program reads."""
+    folder = tmp_path_factory.mktemp("sana")
+    tiny_model(next(r for r in ROWS if r.class_name == "SanaTransformer2DModel")).save_pretrained(
+        folder
+    )
+    return folder

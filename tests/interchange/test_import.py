@@ -271,6 +271,7 @@ def test_auraflow_files_have_a_prefix_of_their_own(tmp_path):
 #: class -> a tensor that published files have and diffusers leaves out
 UNUSED = {
     "Lumina2Transformer2DModel": "norm_final.weight",
+    "PixArtTransformer2DModel": "y_embedder.y_embedding",
     "ZImageTransformer2DModel": "norm_final.weight",
 }
 

@@ -312,9 +312,9 @@ def test_arguments_that_mean_nothing_are_refused(packed, saved, tmp_path):
         export(saved("sd3"), to="sdnq:x", output=output)
 
 
-def test_a_layout_that_is_not_known_is_refused(transformer_dir, tmp_path):
+def test_a_layout_that_is_not_known_is_refused(sana_dir, tmp_path):
     with pytest.raises(ModelError, match="original layout is not known"):
-        export(transformer_dir, to="single-file", output=tmp_path / "m.safetensors")
+        export(sana_dir, to="single-file", output=tmp_path / "m.safetensors")
 
 
 @pytest.mark.parametrize("how", [None, "fp8"], ids=["dense", "packed"])

@@ -1,6 +1,7 @@
 """Tiny random denoisers of every original layout, and what diffusers reads of them."""
 
 import inspect
+import re
 from dataclasses import replace
 
 import torch
@@ -93,6 +94,15 @@ RENAMED = {
         {"num_layers": 2, "num_single_layers": 2, "num_refiner_layers": 2},
     ),
     "Lumina2Transformer2DModel": ("lumina2", {"num_layers": 2, "num_refiner_layers": 2}),
+    "PixArtTransformer2DModel": (
+        "pixart",
+        {
+            "num_layers": 2,
+            "num_attention_heads": 3,
+            "cross_attention_dim": 48,
+            "use_additional_conditions": True,
+        },
+    ),
     "ZImageTransformer2DModel": ("lumina2", {"n_layers": 2}),
 }
 
@@ -121,6 +131,48 @@ def original_state(model):
         original.name: join(original, [tensors[name] for name in original.parts])
         for original in original_tensors(layout, tensors)
     }
+
+
+#: PixArt's module paths and names, which no class of diffusers reads: original -> diffusers, in
+#: the order of joined rows. Source: scripts/convert_pixart_{alpha,sigma}_to_diffusers.py of
+#: diffusers at 58eb52c0.
+PIXART_NAMES = {
+    "x_embedder.proj": "pos_embed.proj",
+    "y_embedder.y_proj.fc1": "caption_projection.linear_1",
+    "y_embedder.y_proj.fc2": "caption_projection.linear_2",
+    "t_embedder.mlp.0": "adaln_single.emb.timestep_embedder.linear_1",
+    "t_embedder.mlp.2": "adaln_single.emb.timestep_embedder.linear_2",
+    "csize_embedder.mlp.0": "adaln_single.emb.resolution_embedder.linear_1",
+    "csize_embedder.mlp.2": "adaln_single.emb.resolution_embedder.linear_2",
+    "ar_embedder.mlp.0": "adaln_single.emb.aspect_ratio_embedder.linear_1",
+    "ar_embedder.mlp.2": "adaln_single.emb.aspect_ratio_embedder.linear_2",
+    "t_block.1": "adaln_single.linear",
+    "blocks.N.attn.qkv": "attn1.to_q attn1.to_k attn1.to_v",
+    "blocks.N.attn.proj": "attn1.to_out.0",
+    "blocks.N.mlp.fc1": "ff.net.0.proj",
+    "blocks.N.mlp.fc2": "ff.net.2",
+    "blocks.N.cross_attn.q_linear": "attn2.to_q",
+    "blocks.N.cross_attn.kv_linear": "attn2.to_k attn2.to_v",
+    "blocks.N.cross_attn.proj": "attn2.to_out.0",
+    "final_layer.linear": "proj_out",
+    "final_layer": "",
+    "blocks.N": "",
+}
+
+
+def pixart_of_original(state):
+    """The tensors of PixArt in diffusers' names, as its conversion scripts split them."""
+    found = {}
+    for name, tensor in state.items():
+        if name in {"y_embedder.y_embedding", "pos_embed"}:
+            continue
+        path, _, end = name.rpartition(".")
+        block = re.match(r"blocks\.(\d+)", path)
+        row = PIXART_NAMES[path.replace(block[0], "blocks.N", 1) if block else path]
+        inside = f"transformer_blocks.{block[1]}." if block else ""
+        names = [f"{inside}{part}{'.' * bool(part)}{end}" for part in row.split(" ")]
+        found |= dict(zip(names, tensor.chunk(len(names)), strict=True))
+    return found
 
 
 #: The sizes of published models in diffusers' converters, and those of tiny ones.
