@@ -27,9 +27,9 @@ _EMPTY = frozenset({
 })  # fmt: skip
 #: Where no model's code is.
 _LIBRARIES = (torch.__path__[0], *quantkit.fusion.__path__)
-#: Reads a number off a tensor.
 #: Called for ``device`` of tensors without numbers; of others it is no operator.
 _DEVICE = torch.ops.prim.device.default
+#: Reads a number off a tensor.
 _READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  an operator's name
 
 

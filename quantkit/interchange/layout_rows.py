@@ -1,5 +1,6 @@
 """Rows of tables of names: a tensor or group in its authors' files and in diffusers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,11 @@ class Row:
 def one_row(original: str, diffusers: str) -> Row:
     """Return the row of a tensor that only has another name."""
     return Row(original, (diffusers,))
+
+
+def renamed(original: str, diffusers: str, names: Mapping[str, str]) -> tuple[Row, ...]:
+    """Return the rows of a module's tensors, by their names in the original module."""
+    return tuple(one_row(f"{original}.{old}", f"{diffusers}.{new}") for old, new in names.items())
 
 
 def joined(original: str, module: str, names: tuple[str, ...] = ("to_q", "to_k", "to_v")) -> Row:

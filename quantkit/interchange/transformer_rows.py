@@ -1,6 +1,6 @@
 """Names of other transformers."""
 
-from quantkit.interchange.layout_rows import ADDED, BLOCK, SINGLE, Row, joined, one_row
+from quantkit.interchange.layout_rows import ADDED, BLOCK, SINGLE, Row, joined, one_row, renamed
 
 SD3 = (
     one_row("x_embedder.proj", "pos_embed.proj"),
@@ -37,9 +37,9 @@ SD3 = (
     Row("final_layer.adaLN_modulation.1", ("norm_out.linear",), swapped="always"),
 )
 
-_ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q",
-              "norm_k": "norm_k", "add_k_proj": "k_img", "add_v_proj": "v_img",
-              "norm_added_k": "norm_k_img"}  # fmt: skip
+_ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q",
+              "norm_k": "norm_k", "k_img": "add_k_proj", "v_img": "add_v_proj",
+              "norm_k_img": "norm_added_k"}  # fmt: skip
 WAN = (
     one_row("patch_embedding", "patch_embedding"),
     one_row("time_embedding.0", "condition_embedder.time_embedder.linear_1"),
@@ -51,11 +51,8 @@ WAN = (
     one_row("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj"),
     one_row("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2"),
     one_row("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
-    *(
-        one_row(f"blocks.{{i}}.{theirs}.{old}", f"blocks.{{i}}.{ours}.{new}")
-        for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-        for new, old in _ATTENTION.items()
-    ),
+    *renamed("blocks.{i}.self_attn", "blocks.{i}.attn1", _ATTENTION),
+    *renamed("blocks.{i}.cross_attn", "blocks.{i}.attn2", _ATTENTION),
     one_row("blocks.{i}.norm3", "blocks.{i}.norm2"),
     one_row("blocks.{i}.ffn.0", "blocks.{i}.ffn.net.0.proj"),
     one_row("blocks.{i}.ffn.2", "blocks.{i}.ffn.net.2"),
@@ -113,11 +110,7 @@ _CAPTION = "time_caption_embed.caption_embedder"
 
 LUMINA2 = (
     *(row for stage in _STAGES for row in _stage_attention(stage, "attn")),
-    *(
-        one_row(f"{stage}.{old}", f"{stage}.{new}")
-        for stage in _STAGES
-        for old, new in _LUMINA2_STAGE.items()
-    ),
+    *(row for stage in _STAGES for row in renamed(stage, stage, _LUMINA2_STAGE)),
     one_row("layers.{i}.attention_norm1", "layers.{i}.norm1.norm"),
     one_row("noise_refiner.{i}.attention_norm1", "noise_refiner.{i}.norm1.norm"),
     # Which has no modulation.
@@ -140,12 +133,7 @@ _AURA_SINGLE = {
     "attn.w1q": "attn.to_q", "attn.w1k": "attn.to_k", "attn.w1v": "attn.to_v",
     "attn.w1o": "attn.to_out.0", "modCX.1": "norm1.linear",
 }  # fmt: skip
-
-
-def _aura_mlp(original: str, diffusers: str) -> tuple[Row, ...]:
-    names = {"c_fc1": "linear_1", "c_fc2": "linear_2", "c_proj": "out_projection"}
-    return tuple(one_row(f"{original}.{old}", f"{diffusers}.{new}") for old, new in names.items())
-
+_AURA_MLP = {"c_fc1": "linear_1", "c_fc2": "linear_2", "c_proj": "out_projection"}
 
 AURA = (
     one_row("init_x_linear", "pos_embed.proj"),
@@ -154,17 +142,11 @@ AURA = (
     one_row("cond_seq_linear", "context_embedder"),
     one_row("t_embedder.mlp.0", "time_step_proj.linear_1"),
     one_row("t_embedder.mlp.2", "time_step_proj.linear_2"),
-    *(
-        one_row(f"double_layers.{{i}}.{old}", f"joint_{BLOCK}.{new}")
-        for old, new in _AURA_JOINT.items()
-    ),
-    *_aura_mlp("double_layers.{i}.mlpX", f"joint_{BLOCK}.ff"),
-    *_aura_mlp("double_layers.{i}.mlpC", f"joint_{BLOCK}.ff_context"),
-    *(
-        one_row(f"single_layers.{{i}}.{old}", f"{SINGLE}.{new}")
-        for old, new in _AURA_SINGLE.items()
-    ),
-    *_aura_mlp("single_layers.{i}.mlp", f"{SINGLE}.ff"),
+    *renamed("double_layers.{i}", f"joint_{BLOCK}", _AURA_JOINT),
+    *renamed("double_layers.{i}.mlpX", f"joint_{BLOCK}.ff", _AURA_MLP),
+    *renamed("double_layers.{i}.mlpC", f"joint_{BLOCK}.ff_context", _AURA_MLP),
+    *renamed("single_layers.{i}", SINGLE, _AURA_SINGLE),
+    *renamed("single_layers.{i}.mlp", f"{SINGLE}.ff", _AURA_MLP),
     one_row("final_linear", "proj_out"),
     Row("modF.1", ("norm_out.linear",), swapped="always"),
 )
