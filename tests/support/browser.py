@@ -16,6 +16,7 @@ from quantkit.eval.measuring.backbones import Backbones
 from quantkit.eval.measuring.comparison import compare
 from quantkit.eval.measuring.embedding import Pictures
 from quantkit.eval.measuring.generation import GenerationSettings
+from quantkit.eval.pages import running
 from quantkit.eval.pages.course import CourseFacts, CoursePage
 from quantkit.eval.pages.images_page import write_images_page
 from quantkit.eval.pages.live import LiveFacts, open_live, unwatched
@@ -137,8 +138,14 @@ def live_facts(pairs):
 
 
 def write_live(folder, pairs):
-    """Write the page of an evaluation that is half over, and runs."""
-    with open_live(folder, live_facts(pairs), force=False, watch=unwatched) as page:
+    """Write the page of an evaluation that is half over, and runs.
+
+    It does not reload: a reload would end the script that a slow machine's test is running in it.
+    """
+    with (
+        mock.patch.object(running, "RELOAD_SECONDS", 3600),
+        open_live(folder, live_facts(pairs), force=False, watch=unwatched) as page,
+    ):
         page.original(0, pairs.original)
         page.packed(0, pairs.packed[:4])
 
