@@ -1,4 +1,4 @@
-"""Exports to ComfyUI, read by a reader of its documented format, whose answers are compared."""
+"""Exports to ComfyUI, which comfy-kitchen dequantizes and multiplies as it does there."""
 
 import json
 import shutil
@@ -92,11 +92,13 @@ def test_fp8_layers_have_scales_that_are_powers_of_two(name, written):
     assert set(result.copied) == {f"{layer}.weight" for layer in layers}
 
 
-@pytest.mark.parametrize("name", ["sd15", "sd3"])
-def test_a_packed_model_answers_as_its_export(name, calibrated, tmp_path):
+@pytest.mark.parametrize(("name", "to"), [("sd15", "comfyui"), ("sd3", "comfyui-int8")])
+def test_a_packed_model_answers_as_its_export(name, to, calibrated, tmp_path):
+    """comfy-kitchen multiplies the codes as quantkit does, products of joined rows included."""
     pipeline, calibration = calibrated(name)
-    pack(pipeline, output=tmp_path / "p", recipe="comfyui", calibration=calibration)
-    export(tmp_path / "p", to="comfyui", output=tmp_path / "m.safetensors")
+    given = {"calibration": calibration} if to == "comfyui" else {}
+    pack(pipeline, output=tmp_path / "p", recipe=to, **given)
+    export(tmp_path / "p", to=to, output=tmp_path / "m.safetensors")
     model = dense_model(name, pipeline)
     read = comfyui.load(tmp_path / "m.safetensors", model, pipeline / FOLDERS[name],
                         prefix=prefix_of(name))  # fmt: skip

@@ -1,8 +1,10 @@
-"""What ComfyUI makes of a quantized denoiser: a reader of its documented tensors, nothing shared
-with quantkit's writer.
+"""What ComfyUI makes of a quantized denoiser: its loader's part here, comfy-kitchen does the rest.
+
+ComfyUI is no package. Its loader reads a marker for each layer and hands the layer's tensors to a
+layout of comfy-kitchen, which is one, and which dequantizes and multiplies here as it does there.
 
 Names and joined rows are undone by diffusers' own converters of single files, which are given each
-layer's number in place of its weights to learn whose scale belongs to which module.
+row's layer and number in place of its weights to learn which rows of what belong to which module.
 """
 
 import json
@@ -11,29 +13,54 @@ from dataclasses import dataclass
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.nn.functional import linear
+
+#: The marker's format -> comfy-kitchen's layout, and the dtype of its codes.
+LAYOUTS = {
+    "float8_e4m3fn": ("TensorCoreFP8Layout", torch.float8_e4m3fn),
+    "int8_tensorwise": ("TensorWiseINT8Layout", torch.int8),
+}
 
 
 @dataclass(frozen=True)
 class Marked:
     """A layer with a comfy_quant tensor."""
 
-    format: str
+    #: of the marker
+    told: dict
     weight: torch.Tensor
     weight_scale: torch.Tensor
     input_scale: torch.Tensor | None
-    full_precision: bool
+
+    @property
+    def format(self):
+        return self.told["format"]
+
+    @property
+    def full_precision(self):
+        return self.told.get("full_precision_matrix_mult", False)
+
+    def tensor(self):
+        """The weight as comfy-kitchen has it, whose products are in float32."""
+        from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
+
+        name, _ = LAYOUTS[self.format]
+        params = get_layout_class(name).Params(
+            scale=self.weight_scale, orig_dtype=torch.float32, orig_shape=tuple(self.weight.shape)
+        )
+        return QuantizedTensor(self.weight, name, params)
 
     def values(self):
-        return self.weight.float() * self.weight_scale
+        return self.tensor().dequantize()
 
 
 def read(path):
-    """Return (tensors that are not of marked layers, marked layers), as the contract reads them."""
+    """Return (tensors that are not of marked layers, marked layers), as the loader takes them."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     layers = {}
     for name in [n.removesuffix(".comfy_quant") for n in tensors if n.endswith(".comfy_quant")]:
-        told = json.loads(bytes(tensors.pop(f"{name}.comfy_quant").tolist()))
+        told = json.loads(tensors.pop(f"{name}.comfy_quant").numpy().tobytes())
         layers[name] = _marked(
             told,
             tensors.pop(f"{name}.weight"),
@@ -47,20 +74,17 @@ def read(path):
 
 
 def _marked(told, weight, scale, input_scale):
-    assert scale.dtype is torch.float32
+    _, dtype = LAYOUTS[told["format"]]
     assert weight.ndim == 2
+    # The loader casts, and would take other codes for numbers.
+    assert weight.dtype is dtype
+    assert scale.dtype is torch.float32
     if told["format"] == "int8_tensorwise":
-        assert weight.dtype is torch.int8
+        # The loader knows no such tensor of it.
         assert input_scale is None
-        assert scale.shape in {(), (len(weight), 1)}
-    else:
-        assert told["format"] == "float8_e4m3fn"
-        assert weight.dtype is torch.float8_e4m3fn
-        assert scale.shape == ()
     if input_scale is not None:
         assert (input_scale.dtype, input_scale.shape) == (torch.float32, ())
-    full = told.get("full_precision_matrix_mult", False)
-    return Marked(told["format"], weight, scale, input_scale, full)
+    return Marked(told, weight, scale, input_scale)
 
 
 def load(path, model, config, *, prefix):
@@ -84,7 +108,7 @@ def load(path, model, config, *, prefix):
     dense = converted({f"{name}.weight": layer.values() for name, layer in layers.items()})
     numbered = converted(
         {
-            f"{name}.weight": torch.full(layer.weight.shape, float(number))
+            f"{name}.weight": _numbered(layer.values().shape, number)
             for number, (name, layer) in enumerate(layers.items(), 1000)
         }
     )
@@ -92,32 +116,42 @@ def load(path, model, config, *, prefix):
     for name, module in list(dense.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
-        number = numbered.get_submodule(name).weight
-        layer = known.get(int(number[0, 0])) if bool((number == number[0, 0]).all()) else None
+        numbers = numbered.get_submodule(name).weight
+        layer = known.get(int(numbers[0, 0])) if bool((numbers[:, 0] >= 1000).all()) else None
         if layer is not None:
             parent, _, child = name.rpartition(".")
-            setattr(dense.get_submodule(parent), child, _Product(module, layer))
+            product = _Product(module, layer, numbers[:, 1].long())
+            setattr(dense.get_submodule(parent), child, product)
     return dense.eval()
 
 
-class _Product(nn.Module):
-    """A Linear whose input is cast as the marker says."""
+def _numbered(shape, number):
+    """A weight whose rows say their layer and their number."""
+    rows = torch.zeros(shape)
+    rows[:, 0], rows[:, 1] = number, torch.arange(len(rows))
+    return rows
 
-    def __init__(self, linear, layer):
+
+class _Product(nn.Module):
+    """A Linear that is some rows of a layer of the file, multiplied by comfy-kitchen."""
+
+    def __init__(self, module, layer, rows):
         super().__init__()
-        self.linear, self.layer = linear, layer
-        # diffusers looks at it.
-        self.weight, self.bias = linear.weight, linear.bias
+        self.layer, self.rows, self.quantized = layer, rows, layer.tensor()
+        # diffusers looks at them.
+        self.weight, self.bias = module.weight, module.bias
 
     def forward(self, x):
-        return self.linear(self._cast(x))
+        found = self._multiplied(x.flatten(0, -2)).unflatten(0, x.shape[:-1])[..., self.rows]
+        return found if self.bias is None else found + self.bias
 
-    def _cast(self, x):
-        if self.layer.format == "int8_tensorwise":
-            scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 127
-            return (x / scale).round().clamp(-127, 127) * scale
+    def _multiplied(self, x):
+        from comfy_kitchen.tensor import QuantizedTensor
+
         if self.layer.full_precision:
-            return x
-        scale = 1.0 if self.layer.input_scale is None else self.layer.input_scale
-        codes = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return codes.float() * scale
+            return linear(x, self.quantized.dequantize())
+        name, _ = LAYOUTS[self.layer.format]
+        if name == "TensorCoreFP8Layout":
+            # Layouts of integers take the input as it is.
+            x = QuantizedTensor.from_float(x, name, scale=self.layer.input_scale)
+        return linear(x, self.quantized)
