@@ -1,18 +1,20 @@
 """The tensors of a .safetensors file through the interface of single files, codes dequantized."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quantkit.errors import ModelError, NonFiniteError
+from quantkit.interchange.code_formats import FLOAT8
 from quantkit.interchange.gguf_file import PLAIN, all_finite
-from quantkit.interchange.safetensors_marks import FLOAT8, Mark, Marking, find_marking
+from quantkit.interchange.safetensors_marks import Mark, Marking, find_marking
 from quantkit.interchange.stored_file import CHUNK_VALUES, StoredFile, StoredTensor
 from quantkit.storage.inputfile import open_file
 from quantkit.storage.tensorfile import ITEM_BYTES, Header, TensorInfo, read_header
@@ -23,7 +25,9 @@ _DTYPES = {
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I8": torch.int8,
+    "U8": torch.uint8,
 }
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 #: What files of torch.save begin with: a zip archive, or a pickle of protocol 2.
@@ -36,8 +40,8 @@ class SafetensorsWeight:
 
     path: Path
     info: TensorInfo
-    #: of codes: (1) or (rows), float32; None: plain numbers
-    scale: Tensor | None
+    #: of codes; None: plain numbers
+    layer: "_Layer | None"
     problem: str
 
     @property
@@ -48,7 +52,7 @@ class SafetensorsWeight:
     @property
     def shape(self) -> tuple[int, ...]:
         """As torch has it."""
-        return self.info.shape
+        return self.info.shape if self.layer is None else self.layer.shape
 
     @property
     def dtype(self) -> str | None:
@@ -62,8 +66,8 @@ class SafetensorsWeight:
 
     @property
     def block(self) -> int:
-        """Every number stands for itself."""
-        return 1
+        """The number of values that are read together."""
+        return 1 if self.layer is None else self.layer.mark.format.block(self.layer.told)
 
     def read(self, first: int, count: int) -> Iterator[Tensor]:
         """Yield numbers in order, flat: plain ones as they are, codes as float32.
@@ -72,26 +76,45 @@ class SafetensorsWeight:
             ModelError: the file has ended.
             NonFiniteError: NaN or infinity.
         """
-        for begin in range(first, first + count, CHUNK_VALUES):
-            size = min(CHUNK_VALUES, first + count - begin)
-            values = _numbers(self.path, self.info, begin, size)
-            if self.dtype is None:
-                values = values.float()
-            if self.scale is not None:
-                values = values * self._scales(begin, size)
+        decode = self._plain if self.layer is None else self.layer.mark.format.open(self.layer)
+        step = max(CHUNK_VALUES // self.block, 1) * self.block
+        for begin in range(first, first + count, step):
+            values = decode(begin, min(step, first + count - begin))
             if not all_finite(values):
                 raise NonFiniteError(
                     f"{self.path}: {self.name}: NaN or infinity; take the file from elsewhere"
                 )
             yield values
 
-    def _scales(self, begin: int, size: int) -> Tensor:
-        """Return the scales of so many numbers."""
-        assert self.scale is not None
-        if self.scale.numel() == 1:
-            return self.scale
-        row = prod(self.shape[1:])
-        return self.scale[torch.arange(begin, begin + size) // row]
+    def _plain(self, first: int, count: int) -> Tensor:
+        values = _numbers(self.path, self.info, first, count)
+        return values.float() if self.dtype is None else values
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The tensors of a layer with codes."""
+
+    header: Header
+    info: TensorInfo
+    mark: Mark
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.mark.shape_of(self.info)
+
+    @property
+    def told(self) -> Mapping[str, Any]:
+        return self.mark.told
+
+    def codes(self, first: int, count: int) -> Tensor:
+        return _numbers(self.header.path, self.info, first, count)
+
+    def part(self, name: str) -> Tensor | None:
+        if name not in self.mark.parts:
+            return None
+        info = self.header.tensors[self.mark.parts[name]]
+        return _numbers(self.header.path, info, 0, prod(info.shape)).reshape(info.shape)
 
 
 def open_safetensors(path: Path) -> StoredFile:
@@ -109,7 +132,7 @@ def open_safetensors(path: Path) -> StoredFile:
     marking = find_marking(header, lambda info: bytes(_bytes(path, info)))
     aside = {*marking.aside}
     for mark in marking.layers.values():
-        aside.update((mark.scale, *mark.aside))
+        aside.update((*mark.parts.values(), *mark.aside))
     tensors: dict[str, StoredTensor] = {
         name: _weight(header, info, marking)
         for name, info in header.tensors.items()
@@ -122,7 +145,10 @@ def _weight(header: Header, info: TensorInfo, marking: Marking) -> SafetensorsWe
     layer = info.name.removesuffix(".weight")
     mark = marking.layers.get(layer) if layer != info.name else None
     if mark is not None:
-        return SafetensorsWeight(header.path, info, _scale_of(header, mark), "")
+        found = _Layer(header, info, mark)
+        for name in mark.parts:
+            _check_part(found, name)
+        return SafetensorsWeight(header.path, info, found, "")
     problem = ""
     if info.dtype not in PLAIN and info.dtype not in FLOAT8:
         problem = (
@@ -132,20 +158,25 @@ def _weight(header: Header, info: TensorInfo, marking: Marking) -> SafetensorsWe
     return SafetensorsWeight(header.path, info, None, problem)
 
 
-def _scale_of(header: Header, mark: Mark) -> Tensor:
-    info = header.tensors[mark.scale]
-    if info.dtype not in PLAIN:
+def _check_part(layer: _Layer, name: str) -> None:
+    """Refuse scales that are none."""
+    info = layer.header.tensors[layer.mark.parts[name]]
+    part = layer.mark.format.parts[name]
+    if info.dtype not in part.dtypes:
         raise ModelError(
-            f"{header.path}: {info.name!r:.200}: a scale in {info.dtype}, expected F32; take "
-            "another file of the model"
+            f"{layer.header.path}: {info.name!r:.200}: a scale in {info.dtype}, expected "
+            f"{' or '.join(part.dtypes)}; take another file of the model"
         )
-    scale = _numbers(header.path, info, 0, prod(info.shape)).float()
+    if part.signed or info.dtype not in PLAIN:
+        # Values that are no numbers are found as the weight is read.
+        return
+    scale = layer.part(name)
+    assert scale is not None
     if not all_finite(scale) or bool((scale < 0).any()):
         raise NonFiniteError(
-            f"{header.path}: {info.name!r:.200}: a scale that is negative or no number; take the "
-            "file from elsewhere"
+            f"{layer.header.path}: {info.name!r:.200}: a scale that is negative or no number; take "
+            "the file from elsewhere"
         )
-    return scale
 
 
 def _numbers(path: Path, info: TensorInfo, first: int, count: int) -> Tensor:

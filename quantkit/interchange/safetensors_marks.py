@@ -7,19 +7,14 @@ A file with codes but no known marker is refused: codes read as weights would gi
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from quantkit.errors import ModelError
+from quantkit.interchange.code_formats import FLOAT8, FORMATS, UNMARKED, CodeFormat
 from quantkit.storage.jsonfile import parse_json, short
 from quantkit.storage.tensorfile import Header, TensorInfo
 
-#: ComfyUI's formats that are read, and the dtype of their codes.
-FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8_tensorwise": "I8"}
-#: Codes that are numbers even without a scale.
-FLOAT8 = ("F8_E4M3", "F8_E5M2")
-
-#: In ComfyUI's JSON; other keys may change what the codes mean.
-_KNOWN_KEYS = {"format", "full_precision_matrix_mult"}
 #: Bytes of such a JSON; real ones have some fifty.
 _MARKER_BYTES = 1 << 16
 _RETRY = "download it again"
@@ -39,12 +34,18 @@ _OTHER_PROGRAMS = {
 class Mark:
     """A layer with codes."""
 
-    #: the header's names of what dtypes the codes may have
-    dtypes: tuple[str, ...]
-    #: name of the tensor with the scale
-    scale: str
-    #: other tensors that belong to it and say nothing about the weight
+    format: CodeFormat
+    #: names of its other tensors, by what the format calls them
+    parts: Mapping[str, str]
+    #: the marker; empty where there is none
+    told: Mapping[str, Any] = field(default_factory=dict)
+    #: tensors that belong to it and say nothing about the weight
     aside: tuple[str, ...] = ()
+
+    def shape_of(self, weight: TensorInfo) -> tuple[int, ...]:
+        """Return the shape that a weight has in the model."""
+        *rows, columns = weight.shape
+        return (*rows, columns * self.format.packed)
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,12 @@ def find_marking(header: Header, read: Callable[[TensorInfo], bytes]) -> Marking
     Raises:
         ModelError: a marker, or a format, that is not known; a layer without its weight or scale.
     """
-    for pattern, program in _OTHER_PROGRAMS.items():
-        for name in header.tensors:
-            if re.search(pattern, name):
-                raise ModelError(
-                    f"{header.path}: {name}: quantized in {program}, which is not read; "
-                    "take the file in 16 bit, scaled FP8 or GGUF"
-                )
-    for find in MARKINGS:
-        if marking := find(header, read):
-            for name, mark in marking.layers.items():
-                _check(header, name, mark)
-            return marking
-    return Marking(_plain_format(header), {})
+    found = (marking for find in MARKINGS if (marking := find(header, read)))
+    marking = next(found, Marking(_plain_format(header), {}))
+    _refuse_other_programs(header, marking)
+    for name, mark in marking.layers.items():
+        _check(header, name, mark)
+    return marking
 
 
 def _comfyui(header: Header, read: Callable[[TensorInfo], bytes]) -> Marking | None:
@@ -101,17 +95,28 @@ def _comfyui(header: Header, read: Callable[[TensorInfo], bytes]) -> Marking | N
         told = {**layers, **told}
     if not told:
         return None
-    layers = {
-        name: Mark(
-            (FORMATS[_format(header, name, entry)],),
-            f"{name}.weight_scale",
-            (f"{name}.comfy_quant", f"{name}.input_scale"),
-        )
-        for name, entry in told.items()
-    }
-    integers = all(mark.dtypes == ("I8",) for mark in layers.values())
+    layers = {name: _mark(header, name, entry) for name, entry in told.items()}
     _refuse_unmarked(header, layers)
-    return Marking("ComfyUI's int8" if integers else "ComfyUI's scaled FP8", layers)
+    return Marking(_word(layers), layers)
+
+
+def _mark(header: Header, layer: str, entry: object) -> Mark:
+    word, told = _format(header, layer, entry)
+    found = FORMATS[word]
+    parts = {
+        part: f"{layer}.{part}"
+        for part, row in found.parts.items()
+        if not row.optional or f"{layer}.{part}" in header.tensors
+    }
+    return Mark(found, parts, told, (f"{layer}.comfy_quant", f"{layer}.input_scale"))
+
+
+def _word(layers: Mapping[str, Mark]) -> str:
+    """Return what a file is called whose layers may have several formats."""
+    words = {mark.told["format"] for mark in layers.values()}
+    if words <= {"float8_e4m3fn", "float8_e5m2", "int8_tensorwise"}:
+        return "ComfyUI's int8" if words == {"int8_tensorwise"} else "ComfyUI's scaled FP8"
+    return f"ComfyUI's {', '.join(sorted(words))}"
 
 
 def _legacy(header: Header, read: Callable[[TensorInfo], bytes]) -> Marking | None:
@@ -121,7 +126,7 @@ def _legacy(header: Header, read: Callable[[TensorInfo], bytes]) -> Marking | No
     if not marks:
         return None
     layers = {
-        name: Mark(FLOAT8, scale, (f"{name}.scale_input",))
+        name: Mark(UNMARKED, {"weight_scale": scale}, aside=(f"{name}.scale_input",))
         for scale in header.tensors
         if scale.endswith(".scale_weight")
         and f"{(name := scale.removesuffix('.scale_weight'))}.weight" in header.tensors
@@ -137,7 +142,7 @@ def _fp8r(header: Header, read: Callable[[TensorInfo], bytes]) -> Marking | None
         name = scale.removesuffix(".weight_scale")
         weight = header.tensors.get(f"{name}.weight")
         if name != scale and weight is not None and weight.dtype in FLOAT8:
-            layers[name] = Mark(FLOAT8, scale, (f"{name}.input_scale",))
+            layers[name] = Mark(UNMARKED, {"weight_scale": scale}, aside=(f"{name}.input_scale",))
     return Marking("FP8 with scales (fp8r)", layers) if layers else None
 
 
@@ -164,20 +169,29 @@ def _json(header: Header, name: str, data: bytes) -> dict[str, object]:
     return found
 
 
-def _format(header: Header, layer: str, entry: object) -> str:
-    """Return the format of a layer's marker."""
+def _format(header: Header, layer: str, entry: object) -> tuple[str, Mapping[str, Any]]:
+    """Return the format of a layer's marker, and the marker."""
     found = entry.get("format") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(found, str) or found not in FORMATS:
         raise ModelError(
             f"{header.path}: {layer!r:.200}: format {found!s:.80} is not read, expected one of "
             f"{', '.join(FORMATS)}; {_OTHER_FILE}"
         )
-    if unknown := sorted(entry.keys() - _KNOWN_KEYS):
-        raise ModelError(
-            f"{header.path}: {layer!r:.200}: its marker says {unknown[0]!r:.80}, which may change "
-            f"what the codes mean and is not known; {_OTHER_FILE}"
-        )
-    return found
+    known = FORMATS[found].keys
+    for key, value in sorted(entry.items()):
+        if key == "format":
+            continue
+        if key not in known:
+            raise ModelError(
+                f"{header.path}: {layer!r:.200}: its marker says {key!r:.80}, which may change "
+                f"what the codes mean and is not known; {_OTHER_FILE}"
+            )
+        if value not in known[key] or type(value) is not type(known[key][0]):
+            raise ModelError(
+                f"{header.path}: {layer!r:.200}: its marker says {key} {value!r:.80}, expected "
+                f"one of {', '.join(map(str, known[key]))}; {_OTHER_FILE}"
+            )
+    return found, entry
 
 
 def _refuse_unmarked(header: Header, layers: Mapping[str, Mark]) -> None:
@@ -191,20 +205,44 @@ def _refuse_unmarked(header: Header, layers: Mapping[str, Mark]) -> None:
             )
 
 
+def _refuse_other_programs(header: Header, marking: Marking) -> None:
+    """Refuse tensors of other programs' layers, but for those of marked layers."""
+    known = {name for mark in marking.layers.values() for name in mark.parts.values()}
+    for pattern, program in _OTHER_PROGRAMS.items():
+        for name in header.tensors:
+            if name not in known and re.search(pattern, name):
+                raise ModelError(
+                    f"{header.path}: {name}: quantized in {program}, which is not read; "
+                    "take the file in 16 bit, scaled FP8 or GGUF"
+                )
+
+
 def _check(header: Header, layer: str, mark: Mark) -> None:
-    """Refuse a marked layer whose weight or scale is not what the marker says."""
-    weight, scale = header.tensors.get(f"{layer}.weight"), header.tensors.get(mark.scale)
-    if weight is None or scale is None:
-        absent = mark.scale if weight is not None else f"{layer}.weight"
-        raise ModelError(f"{header.path}: {absent!r:.200}: missing, though marked; {_RETRY}")
-    if weight.dtype not in mark.dtypes or not weight.shape:
+    """Refuse a marked layer whose tensors are not what the marker says."""
+    names = (f"{layer}.weight", *mark.parts.values())
+    if absent := [name for name in names if name not in header.tensors]:
+        raise ModelError(f"{header.path}: {absent[0]!r:.200}: missing, though marked; {_RETRY}")
+    weight, found = header.tensors[names[0]], mark.format
+    block = found.block(mark.told)
+    if (
+        weight.dtype not in found.dtypes
+        or not weight.shape
+        or (block > 1 and (len(weight.shape) != 2 or mark.shape_of(weight)[1] % block))
+    ):
+        whole = f", rows of whole blocks of {block}" if block > 1 else ""
         raise ModelError(
             f"{header.path}: {weight.name!r:.200}: {weight.dtype} {list(weight.shape)!s:.80}, "
-            f"expected codes in {' or '.join(mark.dtypes)}; {_OTHER_FILE}"
+            f"expected codes in {' or '.join(found.dtypes)}{whole}; {_OTHER_FILE}"
         )
-    rows, ones = weight.shape[0], (1,) * (len(weight.shape) - 1)
-    if scale.shape not in {(), (1,), (1, 1), (rows,), (rows, 1), (rows, *ones)}:
-        raise ModelError(
-            f"{header.path}: {scale.name!r:.200}: shape {list(scale.shape)!s:.80}, expected one "
-            f"scale, or one for each of {rows} rows; scales of blocks are not read, {_OTHER_FILE}"
-        )
+    for part, name in mark.parts.items():
+        expected = found.parts[part].shapes(mark.shape_of(weight), mark.told)
+        if header.tensors[name].shape not in expected:
+            raise _misshapen(header, header.tensors[name], expected)
+
+
+def _misshapen(header: Header, part: TensorInfo, expected: set[tuple[int, ...]]) -> ModelError:
+    shapes = " or ".join(str(list(shape)) for shape in sorted(expected))
+    return ModelError(
+        f"{header.path}: {part.name!r:.200}: shape {list(part.shape)!s:.80}, expected {shapes}; "
+        f"{_OTHER_FILE}"
+    )

@@ -312,11 +312,14 @@ def _changed(**tensors):
 CODES = torch.zeros(256, 64).to(E4M3)
 #: name -> (change of a 16-bit file of SD3, what the error says)
 BREACHES = {
-    "nvfp4": (
-        _changed(comfy_quant=_marker("nvfp4"), weight_scale=torch.ones(())),
-        "format nvfp4 is not read, expected one of float8_e4m3fn",
+    "convrot_w4a4": (
+        _changed(comfy_quant=_marker("convrot_w4a4")),
+        "format convrot_w4a4 is not read, expected one of float8_e4m3fn",
     ),
-    "mxfp8": (_changed(comfy_quant=_marker("mxfp8")), "format mxfp8 is not read"),
+    "nvfp4 without a marker": (
+        _changed(weight=torch.zeros(256, 32, dtype=torch.uint8), weight_scale_2=torch.ones(())),
+        "quantized in nvfp4, which is not read",
+    ),
     "no JSON": (_changed(comfy_quant=torch.zeros(3, dtype=torch.uint8)), "damaged"),
     "a list": (
         _changed(comfy_quant=torch.tensor([91, 93], dtype=torch.uint8)), "expected a JSON object",
@@ -349,7 +352,7 @@ BREACHES = {
     ),
     "scales of blocks": (
         _changed(weight=CODES, weight_scale=torch.ones(256, 2)),
-        r"shape \[256, 2\], expected one scale, or one for each of 256 rows",
+        r"shape \[256, 2\], expected \[\] or \[1\] .* or \[256, 1\]; take another file",
     ),
     "int8 alone": (_changed(weight=torch.zeros(256, 64, dtype=torch.int8)), "I8 without a marker"),
     "codes as bytes": (_changed(weight=torch.zeros(256, 64, dtype=torch.uint8)), "U8 without a"),

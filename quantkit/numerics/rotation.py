@@ -1,0 +1,49 @@
+"""Rotation of groups of columns, which spreads a large one over its group.
+
+The matrix is a normalized Hadamard matrix of order 4^n, symmetric and so its own inverse: the
+n-fold Kronecker power of one of order 4 whose rows have one entry of the other sign. Its rows have
+equal sums, so that a group of equal values stays one and does not pile up in one column.
+
+(W R) (R x) = W x: a program that rotates inputs multiplies them by a weight whose rows are rotated.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+#: Groups of columns that are rotated together, the largest first: those that comfy-kitchen's
+#: kernels have (backends/hip/__init__.py of 0.2.40).
+SIZES = (256, 64, 16)
+
+
+@lru_cache(maxsize=len(SIZES))
+def hadamard(size: int) -> Tensor:
+    """Return the matrix (size, size), float32; ``size`` is a power of 4."""
+    # Source of the order and of the signs: comfy-kitchen 0.2.40, tensor/int8_utils.py.
+    first = torch.ones(4, 4) - 2 * torch.eye(4).flip(1)
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, first)
+    assert len(matrix) == size, size
+    return matrix.div(size**0.5)
+
+
+def largest_size(columns: int) -> int:
+    """Return the largest group that divides so many columns; 0: none does."""
+    return next((size for size in SIZES if columns % size == 0), 0)
+
+
+def rotate(rows: Tensor, size: int) -> Tensor:
+    """Return rows (..., K) float32, each group of ``size`` columns rotated; 0: as they are.
+
+    Rotated rows give the rows again.
+    """
+    if not size:
+        return rows
+    return (rows.reshape(*rows.shape[:-1], -1, size) @ hadamard(size)).reshape(rows.shape)
+
+
+def rotate_moment(moment: Tensor, size: int) -> Tensor:
+    """Return the second moment (K, K) of rotated inputs, of that of the inputs."""
+    return rotate(rotate(moment, size).t(), size).t()
