@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     "--to",
     required=True,
     metavar="TARGET",
-    help="comfyui, comfyui-int8, sdnq, single-file, fp8r, compressed-tensors, gguf:Q8_0 or "
-    "gguf:Q4_0.",
+    help="comfyui, comfyui-int8, comfyui-w4a8, sdnq, single-file, fp8r, compressed-tensors, "
+    "gguf:Q8_0 or gguf:Q4_0.",
 )
 @options.output
 @options.recipe_option(
-    None, "What a 16-bit MODEL is quantized by; default: comfyui, comfyui-int8, or fp8."
+    None, "What a 16-bit MODEL is quantized by; default: that named like the target, or fp8."
 )
 @options.calibration
 @options.hessians
@@ -53,7 +53,8 @@ def export(quiet: bool, as_json: bool, **given: Any) -> None:
 
     \b
     comfyui             ComfyUI in FP8: one file, static input scales (needs --calibration)
-    comfyui-int8        ComfyUI in int8: one file
+    comfyui-int8        ComfyUI in int8, of rotated inputs: one file
+    comfyui-w4a8        ComfyUI in 4 bits, of rotated inputs in int8: one file; of a 16-bit MODEL
     sdnq                diffusers with SDNQ: a directory, convolutions included
     fp8r                diffusers itself, from_single_file: one file
     gguf:Q8_0, :Q4_0    ComfyUI-GGUF and diffusers: one file

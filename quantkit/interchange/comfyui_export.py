@@ -15,9 +15,12 @@ from quantkit.interchange.layout_names import layout_of_model, original_tensors
 from quantkit.interchange.targets import Target
 from quantkit.interchange.tensor_export import FilePlan
 from quantkit.interchange.tensor_plan import Entry, plan_tensors
-from quantkit.numerics.formats import E4M3FN, INT8
+from quantkit.numerics.codebook_int4 import GROUP, TABLE
+from quantkit.numerics.formats import E4M3FN, INT4, INT8
 from quantkit.storage.jsonfile import read_json
 
+#: By the word in the marker.
+_FORMATS = {"float8_e4m3fn": E4M3FN, "int8_tensorwise": INT8, "asym_w4a8_int8": INT4}
 #: Native FP8 products want K and, of NVIDIA's, N as multiples of it.
 _NATIVE = 16
 
@@ -33,10 +36,22 @@ COMFYUI = Target(
 COMFYUI_INT8 = Target(
     "ComfyUI's int8",
     formats=(INT8, E4M3FN),
+    may_rotate=(INT8,),
     one_scale=(E4M3FN,),
     static="pow2",
     inputs="ComfyUI scales inputs in int8 by row",
     cure="pack with recipe comfyui-int8",
+)
+#: Layers in 4 bits are for rotated inputs alone, so their codes are rounded here.
+COMFYUI_W4A8 = Target(
+    "ComfyUI's w4a8",
+    formats=(INT4, INT8, E4M3FN),
+    may_rotate=(INT8,),
+    must_rotate=(INT4,),
+    one_scale=(E4M3FN,),
+    static="pow2",
+    inputs="ComfyUI scales inputs in int8 by row",
+    cure="export the 16-bit model by recipe comfyui-w4a8",
 )
 
 
@@ -47,7 +62,7 @@ def plan_comfyui(
 
     Args:
         source: a denoiser of a published architecture.
-        target: ``COMFYUI`` or ``COMFYUI_INT8``.
+        target: ``COMFYUI``, ``COMFYUI_INT8`` or ``COMFYUI_W4A8``.
         requantize: convert what the target does not hold.
         scheduler: the config of the pipeline's scheduler; empty for a denoiser alone.
 
@@ -69,6 +84,7 @@ def plan_comfyui(
         # Names without a prefix: with one, ComfyUI drops the empty tensors.
         extra={name: torch.empty(0) for name in _marks(scheduler)} if is_sdxl else {},
         notes=tuple(_notes(entries, scheduler, is_sdxl=is_sdxl)),
+        read=_read,
     )
 
 
@@ -96,15 +112,28 @@ def _multiplies_in_fp8(shape: Sequence[int], *, static: bool) -> bool:
 
 
 def _lay_out(layer: str, codes: LayerCodes) -> dict[str, Tensor]:
-    rows = _int8_tensors if codes.fmt is INT8 else _fp8_tensors
+    rows = {INT8: _int8_tensors, INT4: _w4a8_tensors}.get(codes.fmt, _fp8_tensors)
     return {f"{layer}.{part}": tensor for part, tensor in rows(codes).items()}
 
 
 def _int8_tensors(codes: LayerCodes) -> dict[str, Tensor]:
+    rotation = {"convrot": True, "convrot_groupsize": codes.rotation} if codes.rotation else {}
     return {
         "weight": codes.codes,
         "weight_scale": codes.scale.reshape(-1, 1),
-        "comfy_quant": _marker(format="int8_tensorwise"),
+        "comfy_quant": _marker(format="int8_tensorwise", **rotation),
+    }
+
+
+def _w4a8_tensors(codes: LayerCodes) -> dict[str, Tensor]:
+    assert codes.groups is not None
+    sizes = {"group_size": GROUP, "convrot_groupsize": codes.rotation}
+    return {
+        "weight": codes.codes,
+        "weight_s_rel": codes.groups,
+        "weight_s_channel": codes.scale,
+        "weight_codebook": TABLE,
+        "comfy_quant": _marker(format="asym_w4a8_int8", **sizes),
     }
 
 
@@ -116,7 +145,16 @@ def _fp8_tensors(codes: LayerCodes) -> dict[str, Tensor]:
     return {**tensors, "input_scale": torch.tensor(codes.input_scale), "comfy_quant": mark()}
 
 
-def _marker(**told: str | bool) -> Tensor:
+def _read(parts: Mapping[str, Tensor]) -> Tensor:
+    """Return the weight of a layer's tensors in the file."""
+    told = json.loads(parts["comfy_quant"].numpy().tobytes())
+    rotation, groups = told.get("convrot_groupsize", 0), parts.get("weight_s_rel")
+    scale = parts["weight_scale" if groups is None else "weight_s_channel"].reshape(-1)
+    fmt = _FORMATS[told["format"]]
+    return LayerCodes(fmt, parts["weight"], scale, groups=groups, rotation=rotation).values()
+
+
+def _marker(**told: str | bool | int) -> Tensor:
     text = json.dumps(told, separators=(",", ":"), sort_keys=True).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 

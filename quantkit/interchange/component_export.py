@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.filelist import MADE
-from quantkit.interchange.denoiser import Denoiser
 from quantkit.interchange.exported import Export, together
 from quantkit.interchange.tensor_export import FilePlan, compare_tensors, write_tensors
 from quantkit.progress import Progress
@@ -29,8 +28,6 @@ class ComponentFile:
     name: str
     #: of config.json
     quantization: Mapping[str, Any]
-    #: the reference of errors; None: the exported model
-    reference: Denoiser | None = None
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,7 @@ def _write(component: ComponentFile, stage: Path, progress: Progress) -> dict[st
     text = json.dumps(values, indent=2, sort_keys=True) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     write_tensors(component.plan, folder / component.name, progress)
-    return compare_tensors(
-        component.plan, folder / component.name, progress, reference=component.reference
-    )
+    return compare_tensors(component.plan, folder / component.name, progress)
 
 
 def _others(plan: DirectoryPlan) -> list[Path]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.ggml_blocks import join_blocks
 from quantkit.numerics.scheme import Scheme
 from quantkit.recipe.fields import matches
+
+if TYPE_CHECKING:
+    from quantkit.interchange.reference import Reference
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +44,8 @@ class Denoiser:
     _packed: PackedComponent | None = None
     #: placeholders of scales of weights that are not packed yet, by the tensor's name
     _stand_ins: Mapping[str, Tensor] = field(default_factory=dict)
+    #: the 16-bit model, of one that is packed on the way; None: this is what the user has
+    reference: "Reference | None" = None
 
     def format(self, name: str) -> NumberFormat | None:
         """Return the format of a weight that is packed in blocks; None: it is not."""

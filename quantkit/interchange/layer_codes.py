@@ -1,16 +1,18 @@
 """The codes and scales of a packed layer in the forms that other programs' files hold."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoint.component import PackedComponent
+from quantkit.numerics.codebook_int4 import table_values
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import Granularity
 from quantkit.numerics.least_error import choose_scale
 from quantkit.numerics.packed_2to4 import from_rows, to_rows
+from quantkit.numerics.rotation import rotate
 from quantkit.numerics.scales import cast, power_of_two, quantize
 
 
@@ -19,16 +21,21 @@ class LayerCodes:
     """A weight as codes with a scale for each output channel."""
 
     fmt: NumberFormat
-    #: (N, K) or (N, C, kh, kw), float8 or int8
+    #: (N, K) or (N, C, kh, kw), float8 or int8; of INT4 int8 (N, K / 2), places of a table in pairs
     codes: Tensor
     #: (N,) float32
     scale: Tensor
     #: static; None: inputs have none
     input_scale: float | None = None
+    #: of INT4: the factors of 16 columns each, e4m3 (N, K / 16)
+    groups: Tensor | None = None
+    #: columns of the weight that are rotated together; 0: none are
+    rotation: int = 0
 
     def values(self) -> Tensor:
-        """Return code times scale, float32, in the shape of the codes."""
-        return self.codes.float() * _along_rows(self.scale, self.codes)
+        """Return the weight, float32."""
+        codes = self.codes.float() if self.groups is None else table_values(self.codes, self.groups)
+        return rotate(codes * _along_rows(self.scale, codes), self.rotation)
 
     @property
     def one_scale(self) -> float | None:
@@ -53,13 +60,30 @@ def read_codes(component: PackedComponent, layer: str) -> LayerCodes:
 
 
 def joined_codes(parts: Sequence[LayerCodes]) -> LayerCodes:
-    """Return layers joined by rows, with their scales."""
-    codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
+    """Return layers joined by rows, with their scales; all of one format and rotation."""
+    groups = [part.groups for part in parts if part.groups is not None]
     return LayerCodes(
         parts[0].fmt,
-        codes.view(parts[0].codes.dtype),
+        _joined_bytes([part.codes for part in parts]),
         torch.cat([part.scale for part in parts]),
+        groups=_joined_bytes(groups) if groups else None,
+        rotation=parts[0].rotation,
     )
+
+
+def map_rows(layer: LayerCodes, move: Callable[[Tensor], Tensor]) -> LayerCodes:
+    """Return a layer whose rows are moved, with their scales.
+
+    Args:
+        layer: any.
+        move: returns the rows of a tensor in another order; it is given bytes, and the scales.
+    """
+
+    def moved(codes: Tensor) -> Tensor:
+        return move(codes.view(torch.uint8)).view(codes.dtype)
+
+    groups = None if layer.groups is None else moved(layer.groups)
+    return replace(layer, codes=moved(layer.codes), scale=move(layer.scale), groups=groups)
 
 
 def are_powers_of_two(scale: Tensor) -> bool:
@@ -95,6 +119,11 @@ def nearest_codes(
     scale = choose_scale(rows, fmt, granularity, rule)
     codes = from_rows(quantize(rows, scale, fmt, granularity), tuple(values.shape))
     return LayerCodes(fmt, codes.contiguous(), scale.expand(len(rows)).contiguous())
+
+
+def _joined_bytes(parts: Sequence[Tensor]) -> Tensor:
+    # torch joins no float8.
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
 def _along_rows(scale: Tensor, codes: Tensor) -> Tensor:

@@ -22,6 +22,11 @@ class Target:
     #: of weights: those that are taken over, the first what other formats become; none: weights are
     #: dequantized
     formats: tuple[NumberFormat, ...] = ()
+    #: those of them whose inputs the program rotates, as the file says, where a 16-bit model is
+    #: quantized on the way
+    may_rotate: tuple[NumberFormat, ...] = ()
+    #: and those whose inputs it always rotates
+    must_rotate: tuple[NumberFormat, ...] = ()
     #: those of them whose weights have one scale, not one for each output channel
     one_scale: tuple[NumberFormat, ...] = ()
     #: a convolution may be quantized
@@ -49,6 +54,12 @@ def obstacles(source: Denoiser, name: str, target: Target) -> Iterator[str]:
         yield from _of_weight(source, name, target)
 
 
+def held_format(scheme: Scheme, target: Target) -> NumberFormat:
+    """Return the format of a weight's codes in a file: its own, or that of whole bytes."""
+    own = scheme.weight
+    return own if own in target.formats else own.byte_format
+
+
 def holds_as_convolution(source: Denoiser, name: str, target: Target) -> bool:
     """Tell whether a weight is no convolution, or one of a target that quantizes them."""
     return target.convolutions or len(source.shapes[name]) != _CONVOLUTION
@@ -72,16 +83,27 @@ def _has_odd_input_scale(source: Denoiser, name: str, scheme: Scheme) -> bool:
 
 def _of_weight(source: Denoiser, name: str, target: Target) -> Iterator[str]:
     scheme = source.schemes[name]
-    fmt = scheme.weight.byte_format
+    fmt = held_format(scheme, target)
     if not holds_as_convolution(source, name, target):
         yield "a quantized convolution"
     elif scheme.weight.block or isinstance(scheme.granularity, PerGroup):
         yield f"scales of groups ({scheme.weight.name})"
     elif fmt not in target.formats:
         yield f"format {fmt.name}"
+    elif fmt in target.must_rotate:
+        yield from _of_rotated(source, name, scheme)
     elif (
         fmt in target.one_scale
         and isinstance(scheme.granularity, PerChannel)
         and not are_powers_of_two(source.part(name, "weight_scale"))
     ):
         yield "scales by channel that are no powers of two"
+
+
+def _of_rotated(source: Denoiser, name: str, scheme: Scheme) -> Iterator[str]:
+    if source.reference is None:
+        yield f"{scheme.weight.name} codes of a weight that is not rotated"
+    elif scheme.sparsity is not None:
+        yield "2:4, which a rotation undoes"
+    elif source.reference.corrects_bias([name]):
+        yield "a bias that makes up for the rounding of a weight that is not rotated"

@@ -29,6 +29,8 @@ from quantkit.interchange.tensor_plan import (
     dense_of,
     stored_dtype,
 )
+from quantkit.numerics.codebook_int4 import GROUP
+from quantkit.numerics.formats import INT4, NumberFormat
 from quantkit.numerics.scheme import Activation
 from quantkit.progress import Progress, tracked
 from quantkit.storage.files import staged_file
@@ -42,6 +44,8 @@ _NAMES = {dtype: name for name, dtype in {**PACKED_DTYPES, **FLOAT_DTYPES}.items
 
 #: (name of a layer in the file, its codes) -> the file's tensors of it, except the bias
 LayOut = Callable[[str, LayerCodes], dict[str, Tensor]]
+#: the file's tensors of a layer, by the last part of their names -> the weight, float32
+Read = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class FilePlan:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     #: differences from the model, a line each
     notes: tuple[str, ...] = ()
+    #: reads what was laid out; None: codes times the target's scale
+    read: Read | None = None
 
     @property
     def formats(self) -> dict[str, str]:
@@ -73,7 +79,7 @@ class FilePlan:
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Return the tensors of the file."""
-        named = [pair for entry in self.entries for pair in self._outline(entry).items()]
+        named = [pair for entry in self.entries for pair in self.outline(entry).items()]
         return tuple(
             TensorSpec(name, _NAMES[tensor.dtype], tuple(tensor.shape))
             for name, tensor in [*named, *self.extra.items()]
@@ -109,19 +115,27 @@ class FilePlan:
             (*_notes(self), *self.notes),
         )
 
-    def _outline(self, entry: Entry) -> dict[str, Tensor]:
+    def outline(self, entry: Entry) -> dict[str, Tensor]:
         """Return the file's tensors of an entry without their data."""
         name = self.prefix + entry.name
         if entry.fmt is None:
             dtype = stored_dtype(self.source, entry)
             return {name: torch.empty(entry.shape, dtype=dtype, device="meta")}
-        codes = LayerCodes(
-            entry.fmt,
-            torch.empty(entry.shape, dtype=entry.fmt.torch_dtype, device="meta"),
-            torch.empty(entry.shape[0], device="meta"),
-            1.0 if entry.static else None,
+        return self.lay_out(name.removesuffix(".weight"), _outline_of(entry, entry.fmt))
+
+
+def _outline_of(entry: Entry, fmt: NumberFormat) -> LayerCodes:
+    """Return the codes of a weight without their data."""
+    codes = torch.empty(entry.shape, dtype=fmt.torch_dtype, device="meta")
+    scale = torch.empty(entry.shape[0], device="meta")
+    groups = None
+    if fmt is INT4:
+        codes = codes[:, ::2]
+        groups = torch.empty(
+            entry.shape[0], entry.shape[1] // GROUP, dtype=torch.float8_e4m3fn, device="meta"
         )
-        return self.lay_out(name.removesuffix(".weight"), codes)
+    static = 1.0 if entry.static else None
+    return LayerCodes(fmt, codes, scale, static, groups, entry.rotation)
 
 
 @dataclass(frozen=True)
@@ -129,8 +143,6 @@ class OneFile:
     """A plan whose output is a file."""
 
     plan: FilePlan
-    #: the reference of errors; None: the source of the plan
-    reference: Denoiser | None = None
 
     @property
     def formats(self) -> tuple[Mapping[str, str], ...]:
@@ -150,7 +162,7 @@ class OneFile:
         """
         with staged_file(output, force=force) as made:
             write_tensors(self.plan, made, progress)
-            errors = compare_tensors(self.plan, made, progress, reference=self.reference)
+            errors = compare_tensors(self.plan, made, progress)
         return self.summary(output, errors)
 
 
@@ -178,19 +190,17 @@ def write_tensors(plan: FilePlan, path: Path, progress: Progress) -> None:
         os.close(descriptor)
 
 
-def compare_tensors(
-    plan: FilePlan, path: Path, progress: Progress, *, reference: Denoiser | None = None
-) -> dict[str, float]:
+def compare_tensors(plan: FilePlan, path: Path, progress: Progress) -> dict[str, float]:
     """Compare a file with its source, layer by layer.
 
     Args:
         plan: what was written.
         path: the file.
         progress: told of tensors done.
-        reference: what errors are measured against; None: the source.
 
     Returns:
-        the relative error of each weight that has codes, or had some.
+        the relative error of each weight that has codes, or had some, against the 16-bit model
+        where it is quantized on the way, else against the source.
 
     Raises:
         OutputError: a tensor that does not read as the plan says: a broken disk, or program.
@@ -199,6 +209,11 @@ def compare_tensors(
     with safe_open(path, framework="pt") as file:
         for entry in tracked(progress, "read back", plan.entries):
             found = _read(plan, file, entry)
+            known = plan.source.reference
+            if entry.treatment is Treatment.ROTATED:
+                assert known is not None
+                errors[entry.name] = _relative(found, dense_of(known.denoiser, entry).float())
+                continue
             expected = dense_of(plan.source, entry)
             if entry.treatment is Treatment.COPIED:
                 if not torch.equal(found, expected):
@@ -208,9 +223,9 @@ def compare_tensors(
                 plan, entry, found, expected
             ):
                 raise OutputError(f"{path}: {entry.name}: other values than the model's; try again")
-            if reference is not None:
-                expected = dense_of(reference, entry).float()
-            errors[entry.name] = _relative(found.float(), expected)
+            if known is not None:
+                expected = dense_of(known.denoiser, entry)
+            errors[entry.name] = _relative(found.float(), expected.float())
     return errors
 
 
@@ -237,7 +252,11 @@ def _read(plan: FilePlan, file: Any, entry: Entry) -> Tensor:
     stored: Tensor = file.get_tensor(name)
     if entry.fmt is None:
         return stored
-    scale = file.get_tensor(f"{name.removesuffix('.weight')}.{plan.target.scale}")
+    layer = name.removesuffix(".weight")
+    if plan.read is not None:
+        names = plan.outline(entry)
+        return plan.read({n.removeprefix(f"{layer}."): file.get_tensor(n) for n in names})
+    scale = file.get_tensor(f"{layer}.{plan.target.scale}")
     values: Tensor = stored.float() * scale.reshape(-1, *[1] * (stored.ndim - 1))
     return values
 
@@ -265,6 +284,7 @@ def _notes(plan: FilePlan) -> Iterator[str]:
     if sparse := sum(entry.sparse for entry in packed):
         yield f"2:4 of {sparse} weights is expanded: they are as large as dense ones"
     for treatment, what in (
+        (Treatment.ROTATED, "rotated, and so are their inputs"),
         (Treatment.CONVERTED, "quantized again"),
         (Treatment.DEQUANTIZED, "dequantized, in the model's 16-bit type"),
     ):

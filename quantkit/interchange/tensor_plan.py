@@ -16,13 +16,16 @@ from quantkit.interchange.layer_codes import (
     LayerCodes,
     are_powers_of_two,
     joined_codes,
+    map_rows,
     nearest_codes,
     under_one_scale,
 )
 from quantkit.interchange.layout_names import OriginalTensor
-from quantkit.interchange.targets import Target, holds_as_convolution, obstacles
+from quantkit.interchange.rotated import choose_rotation, rotated_codes
+from quantkit.interchange.targets import Target, held_format, holds_as_convolution, obstacles
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import PerChannel, PerTensor
+from quantkit.numerics.rotation import largest_size
 from quantkit.numerics.scales import power_of_two
 from quantkit.numerics.scheme import Activation
 
@@ -34,6 +37,8 @@ class Treatment(Enum):
     COPIED = "copied"
     #: packed codes, not rounded again
     TAKEN = "taken over"
+    #: rotated and rounded on the way, from 16 bit
+    ROTATED = "rotated"
     #: packed codes of what the target does not hold, quantized again
     CONVERTED = "converted"
     #: packed codes, in the model's 16-bit dtype
@@ -53,6 +58,8 @@ class Entry:
     static: bool = False
     #: 2:4, which is expanded
     sparse: bool = False
+    #: columns of the weight that are rotated together; 0: none are
+    rotation: int = 0
 
     @property
     def name(self) -> str:
@@ -90,6 +97,11 @@ def codes_of(source: Denoiser, entry: Entry, target: Target) -> LayerCodes:
     """Return the codes and scales of a quantized weight, joined as the file has it."""
     fmt, static = entry.fmt, None
     assert fmt is not None
+    if entry.rotation:
+        # What is converted has no 16-bit model, or no more of it than its codes say.
+        known = source.reference if entry.treatment is Treatment.ROTATED else None
+        read = source.read if known is None else known.rows
+        return rotated_codes(read, known, entry.original, fmt, entry.rotation)
     whole = fmt in target.one_scale
     if entry.static:
         # Of all timesteps and joined layers, which one scale serves: the largest clips nothing.
@@ -103,7 +115,7 @@ def codes_of(source: Denoiser, entry: Entry, target: Target) -> LayerCodes:
     else:
         layer = joined_codes([source.codes(part) for part in entry.original.parts])
         if entry.original.swapped:
-            layer = _swapped(entry.original, layer)
+            layer = map_rows(layer, lambda rows: join(entry.original, [rows]))
         if whole and layer.one_scale is None:
             layer = under_one_scale(layer)
     return LayerCodes(layer.fmt, layer.codes, layer.scale, static)
@@ -118,11 +130,6 @@ def stored_dtype(source: Denoiser, entry: Entry) -> torch.dtype:
     """Return the dtype of a tensor that has no codes in the file: no part that had none changes."""
     dtypes = [FLOAT_DTYPES[source.dtypes.get(p, source.dtype)] for p in entry.original.parts]
     return reduce(torch.promote_types, dtypes)
-
-
-def _swapped(original: OriginalTensor, layer: LayerCodes) -> LayerCodes:
-    codes = join(original, [layer.codes.view(torch.uint8)]).view(layer.codes.dtype)
-    return LayerCodes(layer.fmt, codes, join(original, [layer.scale]))
 
 
 def _planned(
@@ -144,13 +151,31 @@ def _planned(
         return Entry(original, Treatment.DEQUANTIZED, shape, sparse=sparse)
     treatment = Treatment.CONVERTED if found else Treatment.TAKEN
     fmt = _format(source, packed, target)
+    if fmt in target.must_rotate:
+        rotation = largest_size(shape[1])
+        assert rotation, "packed rows are of 16 columns, or a multiple"
+    else:
+        may = fmt in target.may_rotate and not found
+        rotation = _rotation(source, packed) if may else 0
+    if rotation:
+        treatment = treatment if found else Treatment.ROTATED
+        return Entry(original, treatment, shape, fmt, rotation=rotation)
     static = target.static != "no" and all(_keeps_static_scale(source, part) for part in packed)
     return Entry(original, treatment, shape, fmt, static=static, sparse=sparse)
 
 
+def _rotation(source: Denoiser, packed: Sequence[str]) -> int:
+    """Return how many columns are rotated of weights that need not be; 0: none."""
+    known = source.reference
+    sparse = any(source.schemes[part].sparsity is not None for part in packed)
+    if known is None or sparse or known.corrects_bias(packed):
+        return 0
+    return choose_rotation(known, packed)
+
+
 def _format(source: Denoiser, packed: Sequence[str], target: Target) -> NumberFormat:
     """Return the layers' own format where the target has it, for the least error."""
-    formats = {source.schemes[part].weight.byte_format for part in packed}
+    formats = {held_format(source.schemes[part], target) for part in packed}
     held = [fmt for fmt in target.formats if formats == {fmt}]
     return held[0] if held else target.formats[0]
 
@@ -172,7 +197,7 @@ def _found(
     for part in original.parts:
         if part not in packed:
             yield packed[0], f"joined with {part}, which is not packed"
-    formats = {source.schemes[part].weight.byte_format for part in packed}
+    formats = {held_format(source.schemes[part], target) for part in packed}
     if len(formats) > 1:
         names = ", ".join(sorted(fmt.name for fmt in formats))
         yield packed[0], f"joined with layers of another format ({names})"

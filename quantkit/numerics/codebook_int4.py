@@ -6,6 +6,7 @@ which inputs of 8 bits are multiplied.
 """
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -52,7 +53,9 @@ class CodebookGrid:
             code = exact.view(torch.uint8).to(torch.int16) + offset
             tried = code.clamp_(min=0).to(torch.uint8).view(torch.float8_e4m3fn)
             levels = _levels(tried.float(), TABLE)
-            error = (_nearest(targets, levels)[0] - targets).square_().sum(dim=2)
+            squares = (_nearest(targets, levels)[0] - targets).square_()
+            # One by one, as no library orders sums otherwise.
+            error = reduce(torch.add, squares.unbind(2))
             better = error < least
             best = torch.where(better, tried.view(torch.uint8), best.view(torch.uint8))
             best, least = best.view(torch.float8_e4m3fn), torch.where(better, error, least)

@@ -7,26 +7,12 @@ equal sums, so that a group of equal values stays one and does not pile up in on
 (W R) (R x) = W x: a program that rotates inputs multiplies them by a weight whose rows are rotated.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 #: Groups of columns that are rotated together, the largest first: those that comfy-kitchen's
 #: kernels have (backends/hip/__init__.py of 0.2.40).
 SIZES = (256, 64, 16)
-
-
-@lru_cache(maxsize=len(SIZES))
-def hadamard(size: int) -> Tensor:
-    """Return the matrix (size, size), float32; ``size`` is a power of 4."""
-    # Source of the order and of the signs: comfy-kitchen 0.2.40, tensor/int8_utils.py.
-    first = torch.ones(4, 4) - 2 * torch.eye(4).flip(1)
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.kron(matrix, first)
-    assert len(matrix) == size, size
-    return matrix.div(size**0.5)
 
 
 def largest_size(columns: int) -> int:
@@ -37,11 +23,23 @@ def largest_size(columns: int) -> int:
 def rotate(rows: Tensor, size: int) -> Tensor:
     """Return rows (..., K) float32, each group of ``size`` columns rotated; 0: as they are.
 
-    Rotated rows give the rows again.
+    Rotated rows give the rows again. Sums of pairs, as no library orders them otherwise: a model
+    gives the same bytes on every machine.
+
+    Args:
+        rows: K is a multiple of ``size``.
+        size: a power of 4.
     """
-    if not size:
-        return rows
-    return (rows.reshape(*rows.shape[:-1], -1, size) @ hadamard(size)).reshape(rows.shape)
+    stride, found = 1, rows
+    while stride < size:
+        a, b, c, d = found.reshape(-1, 4, stride).unbind(1)
+        left, right, across, down = a + b, c - d, c + d, a - b
+        # Source of the order and of the signs: comfy-kitchen 0.2.40, tensor/int8_utils.py.
+        turned = (left + right, left - right, across + down, across - down)
+        found = torch.stack(turned, dim=1)
+        stride *= 4
+    assert stride == size or not size, size
+    return found.reshape(rows.shape) / size**0.5 if size else rows
 
 
 def rotate_moment(moment: Tensor, size: int) -> Tensor:

@@ -11,6 +11,7 @@ from quantkit.models.component_layers import Layer
 from quantkit.models.source import Component
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.obs import (
+    ROUNDING_DAMPING,
     Factor,
     Grid,
     factorize,
@@ -26,10 +27,6 @@ from quantkit.sparsity.sparsegpt import (
     refuse_non_finite,
     target_moment,
 )
-
-#: What GPTQ adds to the diagonal, as a share of its mean. From 1e-4 to 1e-3 the demo's pictures are
-#: the same.
-ROUNDING_DAMPING = 1e-3
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quantkit.errors import InputError, ModelError
-from quantkit.interchange.comfyui_export import COMFYUI, COMFYUI_INT8, plan_comfyui
+from quantkit.interchange.comfyui_export import (
+    COMFYUI,
+    COMFYUI_INT8,
+    COMFYUI_W4A8,
+    plan_comfyui,
+)
 from quantkit.interchange.component_export import KIND, ComponentFile, DirectoryPlan
 from quantkit.interchange.compressed_tensors_export import (
     WEIGHTS,
@@ -114,18 +119,18 @@ def _plan_comfyui(target: Target) -> Callable[[ExportRequest], Plan]:
             requantize=request.requantize,
             scheduler=scheduler_config(request.source.model),
         )
-        return OneFile(file, request.part.reference)
+        return OneFile(file)
 
     return plan
 
 
 def _plan_single_file(request: ExportRequest) -> OneFile:
-    return OneFile(plan_single_file(request.part.source), request.part.reference)
+    return OneFile(plan_single_file(request.part.source))
 
 
 def _plan_fp8r(request: ExportRequest) -> OneFile:
     file = plan_fp8r(request.part.source, requantize=request.requantize)
-    return OneFile(file, request.part.reference)
+    return OneFile(file)
 
 
 def _plan_gguf(request: ExportRequest) -> Plan:
@@ -142,7 +147,7 @@ def _plan_sdnq(request: ExportRequest) -> DirectoryPlan:
     for part in request.source.parts:
         plan = plan_sdnq(part.source, requantize=request.requantize)
         name = f"{models.WEIGHTS}.safetensors"
-        files.append(ComponentFile(part.folder, plan, name, sdnq_config(plan), part.reference))
+        files.append(ComponentFile(part.folder, plan, name, sdnq_config(plan)))
     return DirectoryPlan(request.source.model, tuple(files))
 
 
@@ -151,7 +156,7 @@ def _plan_compressed_tensors(request: ExportRequest) -> DirectoryPlan:
     for part in request.source.parts:
         plan = plan_compressed_tensors(part.source, requantize=request.requantize)
         config = compressed_tensors_config(plan)
-        files.append(ComponentFile(part.folder, plan, WEIGHTS, config, part.reference))
+        files.append(ComponentFile(part.folder, plan, WEIGHTS, config))
     return DirectoryPlan(request.source.model, tuple(files))
 
 
@@ -159,6 +164,7 @@ def _plan_compressed_tensors(request: ExportRequest) -> DirectoryPlan:
 EXPORTERS: Mapping[str, Exporter] = {
     "comfyui": Exporter(_plan_comfyui(COMFYUI), recipe="comfyui"),
     "comfyui-int8": Exporter(_plan_comfyui(COMFYUI_INT8), recipe="comfyui-int8"),
+    "comfyui-w4a8": Exporter(_plan_comfyui(COMFYUI_W4A8), recipe="comfyui-w4a8"),
     "sdnq": Exporter(_plan_sdnq, recipe="fp8", convolutions=True, directory=True),
     "single-file": Exporter(_plan_single_file),
     "fp8r": Exporter(_plan_fp8r, recipe="fp8"),
@@ -191,12 +197,13 @@ def export(
     Args:
         model: a pipeline's or component's directory, 16-bit or packed, a hub id, a .gguf file with
             its config, or opened.
-        to: comfyui, comfyui-int8, sdnq, single-file, fp8r, compressed-tensors, gguf:Q8_0 or
-            gguf:Q4_0.
+        to: comfyui, comfyui-int8, comfyui-w4a8, sdnq, single-file, fp8r, compressed-tensors,
+            gguf:Q8_0 or gguf:Q4_0.
         output: the file, or the directory, to make.
         recipe: that a 16-bit model is quantized by; None: as the target wants it.
         calibration: statistics of the model, which the recipe may need.
-        hessians: second moments of the model, which the recipe may need.
+        hessians: second moments of the model, which the recipe may need, and by which comfyui-int8
+            and comfyui-w4a8 choose rotations and round what they rotate.
         requantize: convert what the target does not hold, at the price of some error.
         convolutions: of gguf: quantize them, too; the file is for ComfyUI-GGUF alone then.
         force: replace an existing output once the new one is complete.
@@ -228,7 +235,7 @@ def export(
         if dry_run:
             return plan.summary(place)
         if how is not None:
-            quantized = quantized_source(model, how, place, progress)
+            quantized = quantized_source(model, how, place, progress, planned=source)
             plan = _planned(
                 exporter, replace(request, source=stack.enter_context(quantized)), asked
             )

@@ -19,6 +19,7 @@ from quantkit.interchange.denoiser import (
     planned_denoiser,
 )
 from quantkit.interchange.layout_names import layout_of_model, original_tensors
+from quantkit.interchange.reference import Reference
 from quantkit.models.source import Component, Model
 from quantkit.numerics.scheme import Scheme
 from quantkit.packing.pack_model import pack, plan_pack
@@ -37,8 +38,6 @@ class Part:
     #: sub-folder of the pipeline; "" when the model is the component itself
     folder: str
     source: Denoiser
-    #: the 16-bit model that the source was packed from; None: the source is what the user has
-    reference: Denoiser | None = None
 
     @property
     def is_encoder(self) -> bool:
@@ -111,11 +110,12 @@ def planned_source(model: ModelLike, how: Quantizing, progress: Progress) -> Sou
         found, recipe, calibration=how.calibration, masks=None, hessians=how.hessians,
         progress=progress,
     )  # fmt: skip
-    parts = [
-        Part(c.component.name, planned_denoiser(c.component, c.config.layers,
-                                                dict(_stand_ins(recipe, c.config.layers))))
-        for c in plan.components
-    ]  # fmt: skip
+    parts = []
+    for planned in plan.components:
+        component, layers = planned.component, planned.config.layers
+        source = planned_denoiser(component, layers, dict(_stand_ins(recipe, layers)))
+        reference = Reference(component, recipe, how.hessians)
+        parts.append(Part(component.name, replace(source, reference=reference)))
     return Source(found.path, tuple(parts))
 
 
@@ -137,9 +137,16 @@ def refuse_rest(source: Source) -> None:
 
 @contextmanager
 def quantized_source(
-    model: ModelLike, how: Quantizing, output: Path, progress: Progress
+    model: ModelLike, how: Quantizing, output: Path, progress: Progress, *, planned: Source
 ) -> Iterator[Source]:
     """Yield a 16-bit model that is packed next to the output, for as long as the body runs.
+
+    Args:
+        model: in 16 bit.
+        how: it is packed.
+        output: of the export.
+        progress: told of tensors done.
+        planned: the same model before it was packed, whose reference is kept.
 
     Raises:
         InputError: as ``pack``.
@@ -148,7 +155,12 @@ def quantized_source(
     own = replace(how, recipe=recipe)
     # Another name than the output's: that is staged, too, meanwhile.
     with scratch_directory(output.with_name(f"{output.name}.packed")) as scratch:
-        parts = [_quantized(component, own, scratch, progress) for component in found.components]
+        known = {part.folder: part.source.reference for part in planned.parts}
+        parts = [
+            replace(part, source=replace(part.source, reference=known[part.folder]))
+            for component in found.components
+            for part in [_quantized(component, own, scratch, progress)]
+        ]
         yield Source(found.path, tuple(parts))
 
 
@@ -168,7 +180,7 @@ def _quantized(component: Component, how: Quantizing, scratch: Path, progress: P
         joined=_joined(component),
     )
     (packed,) = open_packed(folder).components
-    return Part(component.name, packed_denoiser(packed), dense_denoiser(component))
+    return Part(component.name, packed_denoiser(packed))
 
 
 def _joined(component: Component) -> list[tuple[str, ...]]:

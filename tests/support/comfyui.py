@@ -19,6 +19,20 @@ from torch.nn.functional import linear
 LAYOUTS = {
     "float8_e4m3fn": ("TensorCoreFP8Layout", torch.float8_e4m3fn),
     "int8_tensorwise": ("TensorWiseINT8Layout", torch.int8),
+    "asym_w4a8_int8": ("AsymW4A8Int8Layout", torch.int8),
+}
+#: Names of the file -> the layout's; the first is the scale.
+PARTS = {
+    "asym_w4a8_int8": {
+        "weight_s_rel": "scale",
+        "weight_s_channel": "s_channel",
+        "weight_codebook": "codebook",
+    },
+}
+#: What the loader takes from the marker.
+KEYS = {
+    "int8_tensorwise": ("convrot", "convrot_groupsize"),
+    "asym_w4a8_int8": ("group_size", "convrot_groupsize"),
 }
 
 
@@ -29,8 +43,13 @@ class Marked:
     #: of the marker
     told: dict
     weight: torch.Tensor
-    weight_scale: torch.Tensor
+    #: by the layout's names
+    parts: dict
     input_scale: torch.Tensor | None
+
+    @property
+    def weight_scale(self):
+        return self.parts["scale"]
 
     @property
     def format(self):
@@ -45,8 +64,12 @@ class Marked:
         from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
 
         name, _ = LAYOUTS[self.format]
+        rows, columns = self.weight.shape
         params = get_layout_class(name).Params(
-            scale=self.weight_scale, orig_dtype=torch.float32, orig_shape=tuple(self.weight.shape)
+            **self.parts,
+            orig_dtype=torch.float32,
+            orig_shape=(rows, columns * (2 if self.format == "asym_w4a8_int8" else 1)),
+            **{key: self.told[key] for key in KEYS.get(self.format, ()) if key in self.told},
         )
         return QuantizedTensor(self.weight, name, params)
 
@@ -61,30 +84,32 @@ def read(path):
     layers = {}
     for name in [n.removesuffix(".comfy_quant") for n in tensors if n.endswith(".comfy_quant")]:
         told = json.loads(tensors.pop(f"{name}.comfy_quant").numpy().tobytes())
+        names = PARTS.get(told["format"], {"weight_scale": "scale"})
         layers[name] = _marked(
             told,
             tensors.pop(f"{name}.weight"),
-            tensors.pop(f"{name}.weight_scale"),
+            {theirs: tensors.pop(f"{name}.{ours}") for ours, theirs in names.items()},
             tensors.pop(f"{name}.input_scale", None),
         )
     # Codes without a marker would be taken for weights.
     assert {t.dtype for t in tensors.values()} <= {torch.float16, torch.bfloat16, torch.float32}
-    assert not [name for name in tensors if name.endswith("_scale")]
+    assert not [name for name in tensors if ".weight_" in name or name.endswith("_scale")]
     return tensors, layers
 
 
-def _marked(told, weight, scale, input_scale):
+def _marked(told, weight, parts, input_scale):
     _, dtype = LAYOUTS[told["format"]]
     assert weight.ndim == 2
     # The loader casts, and would take other codes for numbers.
     assert weight.dtype is dtype
-    assert scale.dtype is torch.float32
-    if told["format"] == "int8_tensorwise":
+    if "s_channel" not in parts:
+        assert parts["scale"].dtype is torch.float32
+    if dtype is torch.int8:
         # The loader knows no such tensor of it.
         assert input_scale is None
     if input_scale is not None:
         assert (input_scale.dtype, input_scale.shape) == (torch.float32, ())
-    return Marked(told, weight, scale, input_scale)
+    return Marked(told, weight, parts, input_scale)
 
 
 def load(path, model, config, *, prefix):

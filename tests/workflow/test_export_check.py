@@ -17,6 +17,7 @@ from quantkit.workflow.pack import pack
 RECIPES = {
     "comfyui": ("comfyui", "comfyui-int8"),
     "comfyui-int8": ("comfyui-int8", "comfyui"),
+    "comfyui-w4a8": ("comfyui-w4a8", "comfyui"),
     "sdnq": ("fp8", "comfyui-int8"),
     "fp8r": ("fp8", "comfyui-int8"),
     "compressed-tensors": ("fp8", "int8"),
