@@ -7,7 +7,6 @@ the projections of an input have its one scale in common: results stay the same 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.checkpoint.joined_parts import join_parts, joined_scheme, why_separate
+from quantkit.checkpoint.spec import PACKED_PARTS
 from quantkit.errors import InputError
 from quantkit.inference.layers.modules import PackedLinear, is_watched
 from quantkit.inference.layers.prompts import PromptLinear, is_plain, keep_as
-from quantkit.numerics.granularity import PerChannel, PerTensor
 
 #: Attribute that diffusers' processors read -> the layers that it joins.
 JOINED = {
@@ -26,9 +26,6 @@ JOINED = {
     "to_kv": ("to_k", "to_v"),
     "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
 }
-#: Parts with a row or an entry per output, and those that belong to the input.
-_OF_OUTPUTS = ("weight", "weight_meta", "weight_group", "weight_scale")
-_OF_INPUT = ("input_scale", "input_smooth")
 
 
 class _Joined(nn.Module):
@@ -149,15 +146,17 @@ def why_apart(layers: Sequence[Any]) -> str:
     first, *others = layers
     if not all(isinstance(layer, PackedLinear) for layer in layers):
         return "some are packed and some are not"
-    if any((layer.scheme, layer.k) != (first.scheme, first.k) for layer in others):
-        return "they have different schemes"
+    if any(layer.k != first.k for layer in others):
+        return "they have different inputs"
     if any((layer.bias is None) != (first.bias is None) for layer in others):
         return "some have a bias and some have none"
-    for part in _OF_INPUT:
-        mine = getattr(first, part)
-        if mine is not None and not all(torch.equal(getattr(o, part), mine) for o in others):
-            return f"{part} differs, as if they had different inputs"
-    return ""
+    return why_separate([layer.scheme for layer in layers], [_parts(layer) for layer in layers])
+
+
+def _parts(layer: PackedLinear) -> dict[str, Tensor]:
+    """Return the tensors that a layer has, as FORMAT.md names them."""
+    found = {part: layer.part(part) for part in PACKED_PARTS}
+    return {part: tensor for part, tensor in found.items() if tensor is not None}
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -172,21 +171,12 @@ def _base(layer: Any) -> Any:
 
 def _join_packed(name: str, layers: Sequence[PackedLinear]) -> JoinedLinear:
     first = layers[0]
-    scheme, per_tensor = first.scheme, isinstance(first.scheme.granularity, PerTensor)
-    if per_tensor:
-        scheme = replace(scheme, granularity=PerChannel())
     shape = nn.Linear(first.k, sum(layer.n for layer in layers), device="meta")
     path = first.name.rpartition(".")[0]
+    scheme = joined_scheme(first.scheme)
     joined = JoinedLinear(f"{path}.{name}".strip("."), scheme, shape, first.buckets[0])
-    for part in _OF_INPUT:
-        joined.fill(part, getattr(first, part))
-    for part in _OF_OUTPUTS:
-        parts: Any = [layer.part(part) for layer in layers]
-        if parts[0] is None:
-            continue
-        if part == "weight_scale" and per_tensor:
-            parts = [scale.expand(layer.n) for scale, layer in zip(parts, layers, strict=True)]
-        joined.fill(part, _cat(parts))
+    for part, tensor in join_parts(first.scheme, [_parts(layer) for layer in layers]).items():
+        joined.fill(part, tensor)
     joined.bias = _biases(layers)
     _share(joined, layers)
     keep_as(joined, layers)
@@ -205,13 +195,6 @@ def _join_dense(layers: Sequence[nn.Linear]) -> JoinedDense:
 def _biases(layers: Sequence[PackedLinear | nn.Linear]) -> nn.Parameter | None:
     parts: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     return nn.Parameter(torch.cat(parts), requires_grad=False) if parts else None
-
-
-def _cat(parts: Sequence[Tensor]) -> Tensor:
-    # torch concatenates no FP8 on some devices.
-    dtype = parts[0].dtype
-    bits = torch.uint8 if dtype.itemsize == 1 else dtype
-    return torch.cat([part.view(bits) for part in parts]).view(dtype)
 
 
 def _share(joined: PackedLinear, layers: Sequence[PackedLinear]) -> None:
