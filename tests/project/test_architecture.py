@@ -36,6 +36,7 @@ LAYERS = (
     ("bench",),
     ("eval",),
     ("workflow",),
+    ("comfyui",),
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
