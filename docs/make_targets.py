@@ -361,16 +361,18 @@ parameters:
 | program | `--to` | models |
 |---|---|---|
 | ComfyUI 0.33.0 | `single-file`, `comfyui-int8` | SD 1.5, 2.1, XL, 3, 3.5; FLUX.1 dev, schnell |
-| ComfyUI 0.33.0 | `comfyui` | the same without SDXL |
-| ComfyUI-GGUF 795e451 | `gguf:Q8_0` | the same with SDXL |
-| ComfyUI-GGUF 795e451 | `gguf:Q4_0` | the same without SDXL |
+| ComfyUI 0.33.0 | `single-file`, `comfyui-int8` | PixArt, AuraFlow, FLUX.2, HunyuanVideo, Lumina 2, Chroma |
+| ComfyUI 0.33.0 | `single-file` | Z-Image |
+| ComfyUI 0.33.0 | `comfyui` | the first row without SDXL |
+| ComfyUI 0.33.0 | `comfyui-w4a8` | SD 3 |
+| ComfyUI-GGUF 795e451 | `gguf:Q8_0` | the first row |
+| ComfyUI-GGUF 795e451 | `gguf:Q4_0` | the first row without SDXL |
 | stable-diffusion.cpp (stable-diffusion-cpp-python 0.4.7) | `gguf` | SD 1.5, XL, 3; FLUX.1 |
 
 ComfyUI told each model by its own detection, found no name missing or left over, and answered as
 diffusers does from 16 bit, but for the error of the format. stable-diffusion.cpp converted the
 files, with names and values as they should be, and drew no picture. In the names of Wan 2.1 and
-Qwen-Image ComfyUI read files that were made by hand; other families and `comfyui-w4a8` have not run
-in these programs.
+Qwen-Image ComfyUI read files that were made by hand; LTX-Video has not run in these programs.
 """
 
 

@@ -18,7 +18,7 @@ _LIMITS = Limits(lpips=None, clip=None, broken=None)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the pictures show."""
+    """The finding on all pairs."""
 
     ssim: float
     words: str

@@ -38,7 +38,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class PackedParams(BaseLayoutParams):  # type: ignore[misc]  # no types
-    """What a packed weight has besides its codes: tensors of FORMAT.md, name and scheme."""
+    """A packed weight without its codes: other tensors of FORMAT.md, name, scheme."""
 
     meta: Tensor | None
     group: Tensor | None

@@ -34,7 +34,7 @@ def make_operations(buckets: Buckets) -> Any:
 
 
 class _Packable:
-    """What Linear and Conv2d have in common: a weight that may be packed."""
+    """The common part of Linear and Conv2d: a weight that may be packed."""
 
     #: set by ``make_operations``
     buckets: Buckets
@@ -67,7 +67,7 @@ class _Packable:
 
     @property
     def weight_function(self) -> list[Callable[[Tensor], Tensor]]:
-        """What ComfyUI calls on the dense weight before each product."""
+        """The functions that ComfyUI calls on the dense weight before each product."""
         return self._functions if self._patch is None else [self._patch, *self._functions]
 
     @weight_function.setter

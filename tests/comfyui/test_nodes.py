@@ -1,7 +1,9 @@
 """The nodes as ComfyUI sees them: their tables, their lists, what they return."""
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,3 +100,22 @@ def test_the_nodes_import_without_diffusers(tmp_path):
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, script], check=True, env={"PYTHONPATH": str(root)})
+
+
+def test_the_workflow_of_the_guide_names_nodes_and_inputs_that_exist():
+    from quantkit.comfyui.nodes import NODE_CLASS_MAPPINGS
+
+    page = (Path(__file__).parents[2] / "docs/guides/comfyui.md").read_text(encoding="utf-8")
+    workflow = json.loads(page.split("```json")[1].split("```")[0])
+    own = {key: node for key, node in workflow.items() if "Quantkit" in node["class_type"]}
+    assert own
+    for key, node in own.items():
+        made = NODE_CLASS_MAPPINGS[node["class_type"]]
+        assert node["inputs"].keys() == made.INPUT_TYPES()["required"].keys()
+        links = [v for n in workflow.values() for v in n["inputs"].values() if isinstance(v, list)]
+        assert {index for source, index in links if source == key} == {0, 1, 2}
+    namespace: dict[str, Any] = {}
+    line = next(line for line in page.splitlines() if line.startswith("    from quantkit"))
+    exec(line.strip(), namespace)
+    assert namespace["NODE_CLASS_MAPPINGS"] is NODE_CLASS_MAPPINGS
+    assert namespace["NODE_DISPLAY_NAME_MAPPINGS"]
