@@ -1,4 +1,4 @@
-"""``quantkit import``: a single file as a diffusers directory."""
+"""``quantkit import``: a single file, or SDNQ's directory, as a 16-bit diffusers directory."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ from quantkit.cli.console import echo, print_json, progress_bar
 @click.option(
     "--config",
     type=options.PATH,
-    required=True,
     metavar="DIR|HUBID",
-    help="The pipeline that FILE belongs to, or its denoiser's directory: what FILE lacks.",
+    help="The pipeline that FILE belongs to, or its denoiser's directory: what FILE lacks. "
+    "Of SDNQ's directory leave it out.",
 )
 @click.option(
     "--encoders",
@@ -35,14 +35,17 @@ from quantkit.cli.console import echo, print_json, progress_bar
 @options.quiet
 @options.as_json
 def import_(quiet: bool, as_json: bool, **given: Any) -> None:
-    """Write FILE, .safetensors or .gguf, as a 16-bit diffusers directory.
+    """Write FILE, .safetensors, .gguf or SDNQ's directory, as a 16-bit diffusers directory.
 
     FILE has the names of the model's authors, as Stable Diffusion, FLUX or Wan files have, or
     diffusers' names; in 16 bit, FP8 (ComfyUI's scaled, fp8r, plain), ComfyUI's int8, or GGUF.
     Codes are dequantized. VAE and text encoders are FILE's where it has them; the rest is
     --config's.
 
-    Other commands take FILE itself as MODEL, with the same --config.
+    Of a directory, a pipeline's or a component's, the components with codes of SDNQ are
+    dequantized; the rest is copied.
+
+    Other commands take a single FILE itself as MODEL, with the same --config.
     """
     from quantkit.workflow.single_file import import_file
 

@@ -87,7 +87,7 @@ class SafetensorsWeight:
             yield values
 
     def _plain(self, first: int, count: int) -> Tensor:
-        values = _numbers(self.path, self.info, first, count)
+        values = read_numbers(self.path, self.info, first, count)
         return values.float() if self.dtype is None else values
 
 
@@ -108,13 +108,13 @@ class _Layer:
         return self.mark.told
 
     def codes(self, first: int, count: int) -> Tensor:
-        return _numbers(self.header.path, self.info, first, count)
+        return read_numbers(self.header.path, self.info, first, count)
 
     def part(self, name: str) -> Tensor | None:
         if name not in self.mark.parts:
             return None
         info = self.header.tensors[self.mark.parts[name]]
-        return _numbers(self.header.path, info, 0, prod(info.shape)).reshape(info.shape)
+        return read_numbers(self.header.path, info, 0, prod(info.shape)).reshape(info.shape)
 
 
 def open_safetensors(path: Path) -> StoredFile:
@@ -179,7 +179,7 @@ def _check_part(layer: _Layer, name: str) -> None:
         )
 
 
-def _numbers(path: Path, info: TensorInfo, first: int, count: int) -> Tensor:
+def read_numbers(path: Path, info: TensorInfo, first: int, count: int) -> Tensor:
     """Return numbers of a tensor, flat, in their own dtype."""
     item = ITEM_BYTES[info.dtype]
     start = info.start + first * item

@@ -1,5 +1,6 @@
 """Writing a single file as a diffusers directory: weights in 16 bit, the rest from the config."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +15,15 @@ from quantkit.interchange.checkpoint_parts import Part
 from quantkit.interchange.gguf_file import PLAIN, all_finite
 from quantkit.interchange.pieces import Piece
 from quantkit.interchange.single_file_model import SingleFileModel
+from quantkit.models.quantizers import CONFIG_KEY
 from quantkit.numerics.threads import one_torch_thread
 from quantkit.progress import Progress, tracked
 from quantkit.storage.copying import copy_file, is_pickle, is_weight, list_files
+from quantkit.storage.jsonfile import read_json
 from quantkit.storage.system import open_new, write_at
+
+#: What SDNQ says in config.json, once more.
+_SDNQ_CONFIG = "quantization_config.json"
 
 
 def unpack(
@@ -45,11 +51,24 @@ def unpack(
         if is_pickle(file) or (is_weight(file) and (inside or file.parent == Path())):
             continue
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        take(model.config / file, folder / file)
+        if not (inside and _told_of_codes(model.config / file, folder / file)):
+            take(model.config / file, folder / file)
     with one_torch_thread():
         for part in model.parts:
             (folder / part.component).mkdir(exist_ok=True)
             _write_weights(model.file.path, part, folder / part.component, progress)
+
+
+def _told_of_codes(source: Path, target: Path) -> bool:
+    """Tell whether a file says how weights were quantized; write it without that."""
+    if source.name == _SDNQ_CONFIG:
+        return True
+    config = read_json(source) if source.name == "config.json" else {}
+    if CONFIG_KEY not in config:
+        return False
+    del config[CONFIG_KEY]
+    target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return True
 
 
 def link(source: Path, target: Path) -> None:

@@ -203,8 +203,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     if entry is not None:
         raise ModelError(
             f"{path}: packed already (by {name_quantizer(entry):.80}); start from the 16-bit model "
-            "that it came from ('quantkit import' takes its single file); 'quantkit eval report' "
-            "compares the two"
+            "that it came from ('quantkit import' takes its single file, or SDNQ's directory); "
+            "'quantkit eval report' compares the two"
         )
     return config
 
@@ -213,7 +213,7 @@ def _open_component(path: Path, name: str, variant: str | None) -> Component:
     config = _read_config(path)
     class_name = config.get("_class_name")
     if not isinstance(class_name, str):
-        return _open_encoder(path, name, _architecture(path, config), variant)
+        return _open_encoder(path, name, architecture(path, config), variant)
     try:
         family = find_family(class_name)
     except ModelError as error:
@@ -231,7 +231,7 @@ def _open_component(path: Path, name: str, variant: str | None) -> Component:
     )
 
 
-def _architecture(path: Path, config: Mapping[str, Any]) -> str:
+def architecture(path: Path, config: Mapping[str, Any]) -> str:
     """Return the class of a transformers model."""
     match config.get("architectures"):
         case [str(class_name), *_]:

@@ -16,11 +16,12 @@ from quantkit.errors import ModelError, OutputError
 from quantkit.interchange.checkpoint_parts import Encoders
 from quantkit.interchange.gguf_import import blocks_of, open_gguf
 from quantkit.interchange.safetensors_import import open_safetensors
+from quantkit.interchange.sdnq_import import open_sdnq
 from quantkit.interchange.single_file_model import SingleFileModel, fit
 from quantkit.interchange.single_file_unpack import link, specs_of, unpack
 from quantkit.interchange.stored_file import StoredFile
 from quantkit.models.hub import fetch_config
-from quantkit.models.location import HUB_ID
+from quantkit.models.location import HUB_ID, refuse_nowhere
 from quantkit.models.source import Model, SingleFile, open_model
 from quantkit.progress import Progress, silent
 from quantkit.storage.copying import is_weight, list_files
@@ -107,20 +108,21 @@ def single_file(path: str | Path, config: str | Path) -> SingleFile:
 def import_file(
     file: str | Path,
     *,
-    config: str | Path,
+    config: str | Path | None = None,
     output: str | Path,
     encoders: Encoders = "file",
     force: bool = False,
     dry_run: bool = False,
     progress: Progress = silent,
 ) -> Imported:
-    """Write a single file as a 16-bit diffusers directory.
+    """Write a single file, or a directory that SDNQ wrote, as a 16-bit diffusers directory.
 
     Args:
         file: .safetensors or .gguf: in the layout of the model's authors or in diffusers' names,
-            in 16 bit, FP8 (ComfyUI's scaled, fp8r, plain), ComfyUI's int8, or GGUF.
+            in 16 bit, FP8 (ComfyUI's scaled, fp8r, plain), ComfyUI's int8, or GGUF; or the
+            directory of a pipeline or of a component with codes of SDNQ.
         config: a pipeline's directory or hub id, which gives what the file lacks; a component's
-            directory, as its unet, makes a component alone.
+            directory, as its unet, makes a component alone. A directory has its own.
         encoders: whose VAE and text encoders are taken where the file has them: "file", or
             "config".
         output: the directory to make.
@@ -136,7 +138,8 @@ def import_file(
         NonFiniteError: NaN or infinity, or numbers that the dtype does not hold.
         OutputError: ``output`` exists, or cannot be written.
     """
-    source, place = single_file(file, config), Path(output)
+    place = Path(output)
+    source = _source(file, config)
     check_directory(place, kind=IMPORTED, force=force)
     for given in (source.path, source.config):
         refuse_overlap(place, given)
@@ -144,11 +147,21 @@ def import_file(
         raise ModelError(
             f"encoders {encoders!r:.80}: expected file or config", fields=("encoders",)
         )
-    model = _checked(source, encoders)
+    model = open_sdnq(source.path) if config is None else _checked(source, encoders)
     if not dry_run:
         with staged_directory(place, kind=IMPORTED, force=force) as stage:
             unpack(model, stage, progress=progress)
     return _summary(model, place)
+
+
+def _source(path: str | Path, config: str | Path | None) -> SingleFile:
+    """Return a single file and its config; a directory is both."""
+    if config is not None:
+        return single_file(path, config)
+    if not os.path.isdir(path):  # noqa: PTH112
+        refuse_nowhere(path)
+        raise ModelError(f"{path!s:.200}: a hub id, expected a file or a directory; download it")
+    return SingleFile(Path(path), Path(path))
 
 
 def open_single_file(source: SingleFile, *, progress: Progress = silent) -> Model:

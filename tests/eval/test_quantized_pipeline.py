@@ -288,7 +288,8 @@ def test_other_commands_refuse_it_with_the_cure(entry, forged, tmp_path):
     name = "SDNQ" if isinstance(entry, dict) and entry.get("quant_method") == "sdnq" else ".*"
     assert re.search(
         rf"other/unet: packed already \(by {name}\); start from the 16-bit model that it came from "
-        r"\('quantkit import' takes its single file\); 'quantkit eval report' compares the two",
+        r"\('quantkit import' takes its single file, or SDNQ's directory\); 'quantkit eval report' "
+        "compares the two",
         str(result.exception),
     )
 
