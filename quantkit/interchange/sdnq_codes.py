@@ -64,7 +64,8 @@ def problem_of(shape: Sequence[int], infos: Mapping[str, TensorInfo]) -> str:
 def _misshapen(shape: Sequence[int], infos: Mapping[str, TensorInfo]) -> str:
     """Return which tensor does not fit the weight."""
     scale = infos["scale"].shape
-    if len(shape) < 2 or not _fits(scale, _shape_of_codes(shape, scale)):
+    codes = _shape_of_codes(shape, scale)
+    if len(shape) < 2 or prod(codes) != prod(shape) or not _fits(scale, codes):
         return f"shape {list(shape)}, its scale {list(scale)}, expected one for rows or for groups"
     if "zero_point" in infos and infos["zero_point"].shape != scale:
         return (
