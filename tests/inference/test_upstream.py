@@ -60,8 +60,11 @@ def _without_src(line):
 @pytest.mark.skipif(shutil.which("patch") is None, reason="patch is not installed")
 @pytest.mark.usefixtures("one_thread")
 def test_patched_diffusers_draws_the_same(patched, pipeline_dir, tmp_path):
-    packed = tmp_path / "packed"
-    pack(pipeline_dir, output=packed, recipe=Recipe(name="t", text_encoders="int8"))
+    packed, recipe = (
+        tmp_path / "packed",
+        Recipe.model_validate({"name": "t", "text_encoders": "int8"}),
+    )
+    pack(pipeline_dir, output=packed, recipe=recipe)
     environment = os.environ | {"PYTHONPATH": str(patched)}
     line = [sys.executable, "-c", LOADER, str(packed), str(tmp_path)]
     done = subprocess.run(
