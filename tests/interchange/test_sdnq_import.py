@@ -37,7 +37,7 @@ def written(pipeline_dir, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["svd/", "products/", "mixed/", "pipeline/unet"])
+@pytest.mark.parametrize("case", ["svd/", "products/", "tensor/", "mixed/", "pipeline/unet"])
 def test_a_component_has_the_weights_that_sdnq_computes(case, written, tmp_path):
     name, _, component = case.partition("/")
     result = quantkit.import_file(written / case, output=tmp_path / "out")
@@ -60,7 +60,9 @@ def test_a_pipeline_is_dequantized_with_its_encoder(written, tmp_path):
     assert "From the file besides: text_encoder" in result.output
     found = load_file(output / "text_encoder/model.safetensors")
     with safe_open(written / "pipeline.text_encoder.safetensors", framework="pt") as file:
-        assert len(file.metadata()["layers"].split()) > 10
+        coded = file.metadata()["layers"].split()
+        assert len(coded) > 10
+        assert any("token_embedding" in layer for layer in coded), coded
         assert found.keys() == set(file.keys())
         assert all(torch.equal(v, file.get_tensor(n).half()) for n, v in found.items())
     vae = f"vae/{WEIGHTS}"

@@ -19,6 +19,7 @@ UNETS = {
             "quant_conv": True, "dequantize_fp32": False},
     "products": {"weights_dtype": "int8", "use_quantized_matmul": True, "quant_conv": True,
                  "use_quantized_matmul_conv": True},
+    "tensor": {"weights_dtype": "uint8", "quant_conv": True, "group_size": -2},
     "mixed": {"weights_dtype": "uint4", "quant_conv": True, "group_size": 8},
 }  # fmt: skip
 
@@ -41,7 +42,9 @@ def main(pipeline, folder):
             continue
         encoder = transformers.CLIPTextModel.from_pretrained(
             pipeline / "text_encoder", dtype=torch.float16,
-            quantization_config=SDNQConfig(weights_dtype="uint4", group_size=16, **SMALL),
+            quantization_config=SDNQConfig(
+                weights_dtype="uint4", group_size=16, quant_embedding=True, **SMALL
+            ),
         )  # fmt: skip
         whole = diffusers.DiffusionPipeline.from_pretrained(
             pipeline, unet=unet, text_encoder=encoder
