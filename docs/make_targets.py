@@ -361,7 +361,8 @@ parameters:
 | program | `--to` | models |
 |---|---|---|
 | ComfyUI 0.33.0 | `single-file`, `comfyui-int8` | SD 1.5, 2.1, XL, 3, 3.5; FLUX.1 dev, schnell |
-| ComfyUI 0.33.0 | `single-file`, `comfyui-int8` | PixArt, AuraFlow, FLUX.2, HunyuanVideo, Lumina 2, Chroma |
+| ComfyUI 0.33.0 | `single-file`, `comfyui-int8` | PixArt, AuraFlow, FLUX.2, Lumina 2, Chroma |
+| ComfyUI 0.33.0 | `single-file`, `comfyui-int8` | HunyuanVideo |
 | ComfyUI 0.33.0 | `single-file` | Z-Image |
 | ComfyUI 0.33.0 | `comfyui` | the first row without SDXL |
 | ComfyUI 0.33.0 | `comfyui-w4a8` | SD 3 |
