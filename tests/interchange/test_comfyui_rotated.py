@@ -8,12 +8,15 @@ import torch
 from safetensors.torch import load_file
 
 import quantkit
+from quantkit.calibration.moments.held_out_rows import HeldRows
 from quantkit.calibration.moments.moment_files import load_hessians
+from quantkit.calibration.moments.moments import Moments
 from quantkit.errors import ArtefactError, CheckpointError
+from quantkit.interchange.layout_names import OriginalTensor
 from quantkit.interchange.reference import Reference
-from quantkit.interchange.rotated import choose_rotation
+from quantkit.interchange.rotated import choose_rotation, rotated_codes
 from quantkit.models.source import open_model
-from quantkit.numerics.obs import output_error
+from quantkit.numerics.formats import INT4
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import Recipe
 from quantkit.workflow.export import export
@@ -99,16 +102,38 @@ LAYERS = (OUT, "transformer_blocks.0.ff.net.0.proj", "transformer_blocks.0.ff.ne
 
 
 def test_gptq_takes_error_from_outputs_at_equal_bytes(pipeline, hessians, written):
-    """In the basis that the file rotates to, for the inputs that were observed."""
+    """On inputs that the weights were not fitted to."""
     known = moments_of(pipeline, hessians)
     by_moments, nearest = (written("comfyui-w4a8", moments=x)[0] for x in (True, False))
     assert by_moments.stat().st_size == nearest.stat().st_size
     for layer, (_, weight, settled), (_, _, rounded) in zip(
         LAYERS, weights(pipeline, by_moments), weights(pipeline, nearest), strict=True
     ):
-        second = known.moments(f"{layer}.weight").second
-        errors = [output_error(values - weight, second) for values in (settled, rounded)]
-        assert errors[0] < 0.6 * errors[1], layer
+        inputs = known.moments(f"{layer}.weight").held.rows.float()
+        lost = [(inputs @ (values - weight).T).norm() for values in (settled, rounded)]
+        assert lost[0] < 0.8 * lost[1], layer
+
+
+def test_nearest_codes_stay_where_moments_say_nothing_of_other_inputs(
+    pipeline, hessians, monkeypatch
+):
+    """No input that was held out has a share of what all observed ones were."""
+    known, name = moments_of(pipeline, hessians), f"{LAYERS[0]}.weight"
+    weight, (columns,) = known.rows(name), known.rows(name).shape[1:]
+    first = torch.linspace(1.0, 2.0, columns)
+    second = torch.outer(first, first) + 1e-3 * torch.eye(columns)
+    others = torch.randn(64, columns, generator=torch.Generator().manual_seed(0))
+    others -= torch.outer(others @ first, first) / first.square().sum()
+    held = HeldRows(others.bfloat16(), torch.ones(64))
+    original = OriginalTensor(name, (name,), swapped=False)
+    nearest = rotated_codes(known.rows, None, original, INT4, 16)
+    for rows, is_nearest in ((held, True), (None, False)):
+        moments = Moments(second, first, 64, rows)
+        monkeypatch.setattr(Reference, "moments", lambda *_, moments=moments: moments)
+        found = rotated_codes(known.rows, known, original, INT4, 16)
+        assert torch.equal(found.codes, nearest.codes) == is_nearest
+        lost = [float((others @ (c.values() - weight).T).norm()) for c in (found, nearest)]
+        assert (lost[0] > lost[1]) == (not is_nearest)
 
 
 def test_nearest_codes_lose_no_more_than_those_of_comfy_kitchen(pipeline, written):
