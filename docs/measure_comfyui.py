@@ -1,8 +1,9 @@
 """How near ComfyUI's formats come to 16 bit on the bundled pipeline, multiplied by comfy-kitchen.
 
 ``python docs/measure_comfyui.py FOLDER``: statistics and second moments of 16 prompts, then other
-prompts' pictures of each export, compared with those of the 16-bit model, and the output errors of
-the layers on rows that the second moments held out. ComfyUI itself does not recognize this UNet by
+prompts' pictures of each export, compared with those of the 16-bit model, the error of the UNet's
+answers to the inputs that it had while those were drawn, and the output errors of the layers on
+rows that the second moments held out. ComfyUI itself does not recognize this UNet by
 its widths; names, codes and products are those that it would take.
 """
 
@@ -31,7 +32,7 @@ from tests.support import comfyui
 PIPELINE = Path("eval/assets/pipeline")
 PROMPTS = Path("eval/assets/prompts.txt")
 #: Of these prompts the first are observed, the last drawn.
-OBSERVED, DRAWN, STEPS = 16, 6, 10
+OBSERVED, DRAWN, STEPS = 16, 12, 10
 SET = {"calibration.steps": STEPS}
 
 #: name -> target, whether statistics, and second moments, are given
@@ -53,6 +54,28 @@ def pictures(pipe: Any, prompts: tuple[str, ...]) -> list[Any]:
         how = {"num_inference_steps": STEPS, "guidance_scale": 4.0, "output_type": "np"}
         found.extend(pipe(prompt, generator=noise, **how).images)
     return found
+
+
+def answers(pipe: Any, prompts: tuple[str, ...]) -> list[tuple[Any, Any, Any]]:
+    """Return the arguments, keywords and answers of the UNet's calls while pictures are drawn."""
+    found: list[tuple[Any, Any, Any]] = []
+
+    def keep(_: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        found.append((args, kwargs, answer[0]))
+
+    handle = pipe.unet.register_forward_hook(keep, with_kwargs=True)
+    pictures(pipe, prompts)
+    handle.remove()
+    return found
+
+
+def answer_error(unet: Any, calls: list[tuple[Any, Any, Any]]) -> float:
+    """Return the mean relative error of the UNet's answers to the same inputs."""
+    errors = [
+        float((unet(*args, **kwargs)[0] - answer).norm() / answer.norm())
+        for args, kwargs, answer in calls
+    ]
+    return fmean(errors)
 
 
 def write(name: str, folder: Path, calibration: Path, hessians: Path) -> Path:
@@ -107,7 +130,7 @@ def main(folder: Path) -> None:
     with quiet_libraries(), torch.no_grad():
         pipe = load_pipeline(open_model(PIPELINE), torch.device("cpu"))
         unet, drawn = pipe.unet, prompts[-DRAWN:]
-        exact = pictures(pipe, drawn)
+        exact, calls = pictures(pipe, drawn), answers(pipe, drawn)
         for name in EXPORTS:
             path = write(name, folder, calibration, hessians)
             errors = output_errors(path, folder, load_hessians(hessians))
@@ -115,7 +138,8 @@ def main(folder: Path) -> None:
             pairs = zip(pictures(pipe, drawn), exact, strict=True)
             ssim = [structural_similarity(x, y, channel_axis=2, data_range=1.0) for x, y in pairs]
             click.echo(
-                f"{name}: SSIM {fmean(ssim):.4f}, output error of a layer by its weight "
+                f"{name}: SSIM {fmean(ssim):.4f}, error of the UNet's answer "
+                f"{answer_error(pipe.unet, calls):.4f}, output error of a layer by its weight "
                 f"{fmean(errors):.4f}, {path.stat().st_size:,} bytes"
             )
 

@@ -87,14 +87,11 @@ class _Packable:
 
     def forward_comfy_cast_weights(self, input: Tensor) -> Tensor:  # noqa: A002  ComfyUI's name
         """Return the product, by kernels where the weight is packed."""
-        dtype = input.dtype if self.weight_function or not is_packed(self.weight) else None
+        stays_packed = is_packed(self.weight) and not self.weight_function
+        # Asked for another dtype than the weight's, ComfyUI's cast returns a dense one.
+        dtype = self.weight.dtype if stays_packed else input.dtype
         weight, bias, stream = cast_bias_weight(
-            self,
-            input,
-            # Of another dtype than its own, ComfyUI's cast returns a dense weight.
-            dtype=self.weight.dtype if dtype is None else dtype,
-            bias_dtype=input.dtype,
-            offloadable=True,
+            self, input, dtype=dtype, bias_dtype=input.dtype, offloadable=True
         )
         try:
             if is_packed(weight):
