@@ -218,7 +218,7 @@ BAD = {
 }
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize(("text", "message"), BAD.values(), ids=BAD)
 def test_bad_recipe_is_one_line(text, message):
     with pytest.raises(RecipeError, match=message) as caught:
