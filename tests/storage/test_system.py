@@ -32,7 +32,9 @@ from transformers import CLIPTextModel; from diffusers import StableDiffusionPip
 for name in {modules}: sys.modules[name] = None
 for module, names in {hidden}.items():
     for name in names: vars(sys.modules[module]).pop(name, None)
-import quantkit
+import quantkit, pytest
+from tests.support import fake_comfy
+fake_comfy.install(pytest.MonkeyPatch(), {{}})
 for found in pkgutil.walk_packages(quantkit.__path__, "quantkit."):
     if not found.name.endswith("__main__"): importlib.import_module(found.name)
 from quantkit.cli import main
