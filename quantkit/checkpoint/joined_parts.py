@@ -64,7 +64,7 @@ def join_parts(scheme: Scheme, layers: Sequence[Mapping[str, Tensor]]) -> dict[s
                 for scale, layer in zip(rows, layers, strict=True)
             ]
         if rows:
-            joined[part] = _cat(rows)
+            joined[part] = cat_rows(rows)
     return joined
 
 
@@ -78,7 +78,8 @@ def swap_row_halves(scheme: Scheme, layer: Mapping[str, Tensor]) -> dict[str, Te
     return join_parts(joined_scheme(scheme), halves)
 
 
-def _cat(parts: Sequence[Tensor]) -> Tensor:
+def cat_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Return rows of one dtype, one tensor after another along dim 0."""
     import torch
 
     # torch concatenates no FP8 on some devices.

@@ -15,6 +15,7 @@ from quantkit.comfyui.operations import make_operations
 from quantkit.comfyui.weights import denoiser_state, encoder_state, named_as_published
 from quantkit.errors import InputError, ModelError
 from quantkit.inference.layers.timestep_buckets import TimestepBuckets
+from quantkit.interchange.comfyui_export import prediction_marks
 from quantkit.models.pipeline_index import scheduler_config
 from quantkit.models.source import shards_of, weight_files
 from quantkit.storage.jsonfile import read_json
@@ -119,12 +120,9 @@ def _packed_denoiser(path: Path) -> PackedComponent:
 
 def _prediction_marks(path: Path, class_name: str) -> dict[str, Tensor]:
     """Return the empty tensors by which ComfyUI knows that an SDXL model predicts v."""
-    scheduler = scheduler_config(path)
     if class_name != "UNet2DConditionModel":
         return {}
-    marks = {"v_pred": scheduler.get("prediction_type") == "v_prediction"}
-    marks["ztsnr"] = marks["v_pred"] and scheduler.get("rescale_betas_zero_snr") is True
-    return {name: torch.empty(0) for name, there in marks.items() if there}
+    return {name: torch.empty(0) for name in prediction_marks(scheduler_config(path))}
 
 
 def _find_buckets(

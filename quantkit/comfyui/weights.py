@@ -19,6 +19,7 @@ from quantkit.errors import ModelError
 from quantkit.interchange.denoiser import Denoiser, packed_denoiser
 from quantkit.interchange.joining import join
 from quantkit.interchange.layout_names import OriginalTensor, layout_of_model, original_tensors
+from quantkit.interchange.tensor_plan import unchanged
 from quantkit.numerics.scheme import Scheme
 
 #: A tensor of the first layer, as CLIP, T5 and language models name it -> what ComfyUI's names of
@@ -51,8 +52,7 @@ def denoiser_state(component: PackedComponent) -> dict[str, Any]:
 def encoder_state(component: PackedComponent) -> dict[str, Any]:
     """Return a packed text encoder under its own names; see ``named_as_published``."""
     source = packed_denoiser(component)
-    names = (OriginalTensor(name, (name,), swapped=False) for name in source.shapes)
-    return _state(component, source, names)
+    return _state(component, source, unchanged(source.shapes))
 
 
 def named_as_published(state: Mapping[str, Any], where: Path) -> dict[str, Any]:

@@ -82,13 +82,13 @@ def plan_comfyui(
         _lay_out,
         layout.architecture,
         # Names without a prefix: with one, ComfyUI drops the empty tensors.
-        extra={name: torch.empty(0) for name in _marks(scheduler)} if is_sdxl else {},
+        extra={name: torch.empty(0) for name in prediction_marks(scheduler)} if is_sdxl else {},
         notes=tuple(_notes(entries, scheduler, is_sdxl=is_sdxl)),
         read=_read,
     )
 
 
-def _marks(scheduler: Mapping[str, Any]) -> Iterator[str]:
+def prediction_marks(scheduler: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of empty tensors that mark an SDXL model's prediction type for ComfyUI."""
     if scheduler.get("prediction_type") == "v_prediction":
         yield "v_pred"
@@ -99,7 +99,7 @@ def _marks(scheduler: Mapping[str, Any]) -> Iterator[str]:
 def _notes(
     entries: Sequence[Entry], scheduler: Mapping[str, Any], *, is_sdxl: bool
 ) -> Iterator[str]:
-    if not is_sdxl and list(_marks(scheduler)):
+    if not is_sdxl and list(prediction_marks(scheduler)):
         yield "the model predicts v: set ModelSamplingDiscrete to v_prediction in ComfyUI"
     fp8 = [entry for entry in entries if entry.fmt is E4M3FN]
     if bare := sum(not _multiplies_in_fp8(entry.shape, static=entry.static) for entry in fp8):

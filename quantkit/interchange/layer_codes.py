@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.joined_parts import cat_rows
 from quantkit.numerics.codebook_int4 import table_values
 from quantkit.numerics.formats import NumberFormat
 from quantkit.numerics.granularity import Granularity
@@ -64,9 +65,9 @@ def joined_codes(parts: Sequence[LayerCodes]) -> LayerCodes:
     groups = [part.groups for part in parts if part.groups is not None]
     return LayerCodes(
         parts[0].fmt,
-        _joined_bytes([part.codes for part in parts]),
+        cat_rows([part.codes for part in parts]),
         torch.cat([part.scale for part in parts]),
-        groups=_joined_bytes(groups) if groups else None,
+        groups=cat_rows(groups) if groups else None,
         rotation=parts[0].rotation,
     )
 
@@ -119,11 +120,6 @@ def nearest_codes(
     scale = choose_scale(rows, fmt, granularity, rule)
     codes = from_rows(quantize(rows, scale, fmt, granularity), tuple(values.shape))
     return LayerCodes(fmt, codes.contiguous(), scale.expand(len(rows)).contiguous())
-
-
-def _joined_bytes(parts: Sequence[Tensor]) -> Tensor:
-    # torch joins no float8.
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
 def _along_rows(scale: Tensor, codes: Tensor) -> Tensor:
