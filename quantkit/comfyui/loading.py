@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import open_packed
-from quantkit.comfyui.operations import make_operations
+from quantkit.comfyui.operations import Surroundings, make_operations
+from quantkit.comfyui.replaying import replay_steps
 from quantkit.comfyui.weights import denoiser_state, encoder_state, named_as_published
 from quantkit.errors import InputError, ModelError
 from quantkit.inference.layers.timestep_buckets import TimestepBuckets
@@ -47,8 +48,13 @@ TIMESTEPS: Mapping[str, Callable[[Tensor], Tensor]] = {
 _FOLDERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
-def load_model(path: Path) -> Any:
+def load_model(path: Path, *, replay: bool) -> Any:
     """Return the packed denoiser of a pipeline, or a component alone, as a ``ModelPatcher``.
+
+    Args:
+        path: of the packed directory.
+        replay: record its steps and launch them again. Weights then stay where they were loaded,
+            for ComfyUI's dynamic VRAM takes them from under a recorded step.
 
     Raises:
         CheckpointError: no packed directory, or a damaged one.
@@ -56,14 +62,18 @@ def load_model(path: Path) -> Any:
         ModelError: no layout is known for its class, or ComfyUI does not know the model.
     """
     component = _packed_denoiser(path)
-    buckets = {
+    found = Surroundings()
+    found.buckets = buckets = {
         edges: TimestepBuckets(edges)
         for edges in {entry.scheme.buckets for entry in component.config.schemes}
         if edges
     }
     state = {**denoiser_state(component), **_prediction_marks(path, component.class_name)}
-    options = {"custom_operations": make_operations(buckets)}
-    patcher = comfy.sd.load_diffusion_model_state_dict(state, model_options=options)
+    patcher = comfy.sd.load_diffusion_model_state_dict(
+        state,
+        model_options={"custom_operations": make_operations(found)},
+        disable_dynamic=replay,
+    )
     if patcher is None:
         raise ModelError(
             f"{component.path}: ComfyUI does not recognize this {component.class_name}; only the "
@@ -72,6 +82,9 @@ def load_model(path: Path) -> Any:
     if buckets:
         convert = TIMESTEPS.get(component.class_name)
         _find_buckets(patcher.model.diffusion_model, buckets.values(), convert)
+    if replay:
+        forward = replay_steps(patcher.model.diffusion_model, patcher.load_device)
+        found.changes = forward.forget
     return patcher
 
 
@@ -93,7 +106,7 @@ def load_encoders(path: Path, embeddings: Any) -> Any:
         state_dicts=states,
         embedding_directory=embeddings,
         clip_type=comfy.sd.CLIPType[kind],
-        model_options={"custom_operations": make_operations({})},
+        model_options={"custom_operations": make_operations(Surroundings())},
     )
 
 

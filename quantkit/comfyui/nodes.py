@@ -14,6 +14,16 @@ from quantkit.errors import QuantkitError
 #: ComfyUI's folders whose sub-folders are pipelines, and denoisers alone.
 _FOLDERS = ("diffusers", "diffusion_models")
 
+#: An input of the loaders, as ComfyUI describes one.
+_REPLAY = (
+    "BOOLEAN",
+    {
+        "default": True,
+        "tooltip": "Record a step once and launch it again: fast, and all weights stay on the "
+        "card. Turn it off where they do not fit: ComfyUI then moves them (dynamic VRAM).",
+    },
+)
+
 
 class PackedPipelineLoader:
     """A packed pipeline: denoiser, text encoders and VAE."""
@@ -27,13 +37,13 @@ class PackedPipelineLoader:
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
         """Return the packed pipelines that there are."""
         whole = [name for name, path in packed_folders() if (path / "model_index.json").is_file()]
-        return {"required": {"pipeline": (whole,)}}
+        return {"required": {"pipeline": (whole,)}, "optional": {"replay": _REPLAY}}
 
-    def load(self, pipeline: str) -> tuple[Any, Any, Any]:
+    def load(self, pipeline: str, replay: bool = True) -> tuple[Any, Any, Any]:  # noqa: FBT001, FBT002  ComfyUI's way
         """Return model, text encoders and VAE."""
         path = dict(packed_folders())[pipeline]
         embeddings = folder_paths.get_folder_paths("embeddings")
-        return load_model(path), load_encoders(path, embeddings), load_vae(path)
+        return load_model(path, replay=replay), load_encoders(path, embeddings), load_vae(path)
 
 
 class PackedModelLoader:
@@ -50,11 +60,12 @@ class PackedModelLoader:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
         """Return the packed folders that there are."""
-        return {"required": {"model": ([name for name, _ in packed_folders()],)}}
+        packed = [name for name, _ in packed_folders()]
+        return {"required": {"model": (packed,)}, "optional": {"replay": _REPLAY}}
 
-    def load(self, model: str) -> tuple[Any]:
+    def load(self, model: str, replay: bool = True) -> tuple[Any]:  # noqa: FBT001, FBT002  ComfyUI's way
         """Return the model."""
-        return (load_model(dict(packed_folders())[model]),)
+        return (load_model(dict(packed_folders())[model], replay=replay),)
 
 
 class JudgePictures:

@@ -5,6 +5,7 @@ its cast returns packed is multiplied packed; a weight that a patch made dense i
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,14 +21,24 @@ from quantkit.inference.layers.timestep_buckets import TimestepBuckets
 Buckets = Mapping[tuple[float, ...], TimestepBuckets]
 
 
-def make_operations(buckets: Buckets) -> Any:
+@dataclass(eq=False)
+class Surroundings:
+    """What the modules of a model share."""
+
+    #: filled before the model's first call
+    buckets: Buckets = field(default_factory=dict)
+    #: called before a packed weight is moved or patched
+    changes: Callable[[], None] = lambda: None
+
+
+def make_operations(surroundings: Surroundings) -> Any:
     """Return what ComfyUI calls the operations of a model: a class of module classes.
 
     Args:
-        buckets: of the model; filled before its first call.
+        surroundings: of the model.
     """
     members = {
-        name: type(name, (_Packable, getattr(manual_cast, name)), {"buckets": buckets})
+        name: type(name, (_Packable, getattr(manual_cast, name)), {"surroundings": surroundings})
         for name in ("Linear", "Conv2d")
     }
     return type("QuantkitOperations", (manual_cast,), members)
@@ -37,7 +48,7 @@ class _Packable:
     """The common part of Linear and Conv2d: a weight that may be packed."""
 
     #: set by ``make_operations``
-    buckets: Buckets
+    surroundings: Surroundings
     weight: Any
     bias: Any
     _parameters: dict[str, Any]
@@ -120,6 +131,7 @@ class _Packable:
         dense = weight.to(self.weight.dtype)
         if return_weight:
             return dense
+        self.surroundings.changes()
         if inplace_update and is_packed(self.weight):
             raise InputError(
                 f"{self.weight.params.layer}: is packed, and a LoRA on a schedule (hooks) is "
@@ -130,6 +142,7 @@ class _Packable:
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002  torch's signature
         weight = self._parameters["weight"]
+        self.surroundings.changes()
         if not is_packed(weight):
             return super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module's
         self._parameters["weight"] = None
@@ -162,7 +175,7 @@ class _Multiplier:
         params = weight.params
         parts = parts_of(weight._qdata, params)  # noqa: SLF001  its interface
         if self.layer is None:
-            buckets = module.buckets.get(params.scheme.buckets or ())
+            buckets = module.surroundings.buckets.get(params.scheme.buckets or ())
             self.layer = packed_layer(parts, params, buckets, like=module)  # type: ignore[arg-type]
         elif weight is not self.weight:
             for part, tensor in parts.items():

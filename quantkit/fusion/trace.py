@@ -52,7 +52,8 @@ def trace(step: Callable[[], Any], inputs: Sequence[Tensor]) -> tuple[Program, A
             number that depends on its inputs.
     """
     recorder = Recorder(inputs)
-    with torch.no_grad(), recorder:
+    # In inference mode torch hands over operators that are made of others, as linear and dropout.
+    with torch.inference_mode(mode=False), torch.no_grad(), recorder:
         answer = step()
     program = recorder.program(answer)
     if recorder.reason:

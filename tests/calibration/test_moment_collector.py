@@ -10,7 +10,7 @@ from quantkit.calibration.moments import collect_hessians, moment_collector
 from quantkit.calibration.moments.moment_collector import MomentCollector
 from quantkit.calibration.moments.shared_moments import SharedInputs, UnsharedInputError
 from quantkit.pipelines import recorded_step
-from quantkit.pipelines import replay as replaying
+from quantkit.pipelines import replayed_step as replaying
 from quantkit.progress import silent
 from quantkit.recipe.calibration import CalibrationRecipe
 from tests.support.denoisers import tiny_denoiser

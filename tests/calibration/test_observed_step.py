@@ -9,7 +9,7 @@ from quantkit.bench.models.denoiser_inputs import make_inputs
 from quantkit.calibration.observing.hooks import Collector
 from quantkit.calibration.statistics.sampling import draw_candidates
 from quantkit.pipelines import recorded_step
-from quantkit.pipelines import replay as replaying
+from quantkit.pipelines import replayed_step as replaying
 from tests.support.denoisers import tiny_denoiser
 from tests.support.observed import LAYERS, Denoiser, Scheduler, layer_of
 from tests.support.recording import capture_on_cpu

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.usefixtures("comfy_sd")
 def test_a_denoiser_is_loaded_with_operations_of_its_own(packed):
     from quantkit.comfyui.loading import load_model
 
-    whole, alone = load_model(packed("sd3")), load_model(denoiser_of(packed("sd3")))
+    whole, alone = (
+        load_model(packed("sd3"), replay=False),
+        load_model(denoiser_of(packed("sd3")), replay=False),
+    )
     operations = whole.options["custom_operations"]
     assert operations is not alone.options["custom_operations"]
     assert whole.state.keys() == alone.state.keys()
@@ -32,8 +35,8 @@ def test_a_denoiser_is_loaded_with_operations_of_its_own(packed):
 def test_a_step_finds_its_bucket(packed):
     from quantkit.comfyui.loading import load_model
 
-    patcher = load_model(packed("sd3-buckets"))
-    (buckets,) = patcher.options["custom_operations"].Linear.buckets.values()
+    patcher = load_model(packed("sd3-buckets"), replay=False)
+    (buckets,) = patcher.options["custom_operations"].Linear.surroundings.buckets.values()
     found = []
     for timestep in (100.0, 400.0, 900.0):
         patcher.model.diffusion_model(None, torch.tensor([timestep]), context=None)
@@ -58,12 +61,12 @@ def test_a_model_that_predicts_v_says_so(copied):
     from quantkit.comfyui.loading import load_model
 
     pipeline = copied("sd15")
-    assert {"v_pred", "ztsnr"}.isdisjoint(load_model(pipeline).state)
+    assert {"v_pred", "ztsnr"}.isdisjoint(load_model(pipeline, replay=False).state)
     file = pipeline / "scheduler/scheduler_config.json"
     told = json.loads(file.read_text())
     told |= {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
     file.write_text(json.dumps(told))
-    state = load_model(pipeline).state
+    state = load_model(pipeline, replay=False).state
     assert state["v_pred"].numel() == state["ztsnr"].numel() == 0
 
 
@@ -109,17 +112,17 @@ def test_a_model_that_comfyui_does_not_know_is_refused(packed, comfy_sd):
 
     comfy_sd.recognizes = False
     with pytest.raises(ModelError, match="ComfyUI does not recognize this SD3Transformer2DModel"):
-        load_model(packed("sd3"))
+        load_model(packed("sd3"), replay=False)
 
 
 def test_wrong_folders_are_refused_in_a_line(packed, copied, tmp_path):
     from quantkit.comfyui.loading import load_encoders, load_model, load_vae
 
     with pytest.raises(CheckpointError, match="nowhere"):
-        load_model(tmp_path / "nowhere")
+        load_model(tmp_path / "nowhere", replay=False)
     dense = pipelines.tiny_sd15_pipeline(tmp_path / "dense")
     with pytest.raises(InputError, match="no packed denoiser; pack the 16-bit pipeline"):
-        load_model(dense)
+        load_model(dense, replay=False)
     with pytest.raises(InputError, match="no text encoder; choose a whole pipeline"):
         load_encoders(denoiser_of(packed("sd3")), [])
     pipeline = copied("sd3")
@@ -137,4 +140,4 @@ def test_damaged_scales_are_refused(copied):
     told["quantization_config"]["format_version"] = 9
     file.write_text(json.dumps(told))
     with pytest.raises(CheckpointError, match="format_version 9, expected 1"):
-        load_model(pipeline)
+        load_model(pipeline, replay=False)

@@ -42,9 +42,11 @@ def weight_of(scheme, module, dtype=torch.float32):
 
 def made(scheme, module, *, dtype=torch.float32, buckets=None):
     """Return ComfyUI's module with a packed weight, loaded as a model's is."""
-    from quantkit.comfyui.operations import make_operations
+    from quantkit.comfyui.operations import Surroundings, make_operations
 
-    model = nn.ModuleDict({"to_q": make_module(make_operations(buckets or {}), module)})
+    model = nn.ModuleDict(
+        {"to_q": make_module(make_operations(Surroundings(buckets or {})), module)}
+    )
     state = {"to_q.weight": weight_of(scheme, module, dtype)}
     if module.bias is not None:
         state["to_q.bias"] = module.bias.detach()
@@ -67,14 +69,14 @@ def test_products_are_those_of_the_packed_layer(case):
 
 
 def test_a_layer_that_is_not_packed_is_dense():
-    from quantkit.comfyui.operations import make_operations
+    from quantkit.comfyui.operations import Surroundings, make_operations
 
     module = dense("linear")
-    layer = make_module(make_operations({}), module)
+    layer = make_module(make_operations(Surroundings()), module)
     layer.load_state_dict(module.state_dict())
     x = inputs("linear")
     assert torch.equal(layer(x), module(x))
-    assert make_operations({}).LayerNorm is not None, "other operations are ComfyUI's"
+    assert make_operations(Surroundings()).LayerNorm is not None, "other operations are ComfyUI's"
 
 
 def test_a_weight_that_moved_is_the_one_that_multiplies():
@@ -160,9 +162,9 @@ def test_a_model_that_was_loaded_in_inference_mode_moves_outside_of_it():
 
 
 def test_missing_weights_are_reported_and_zero():
-    from quantkit.comfyui.operations import make_operations
+    from quantkit.comfyui.operations import Surroundings, make_operations
 
-    model = nn.ModuleDict({"it": make_module(make_operations({}), dense("conv"))})
+    model = nn.ModuleDict({"it": make_module(make_operations(Surroundings()), dense("conv"))})
     missing, _ = model.load_state_dict({}, strict=False)
     assert missing == ["it.weight", "it.bias"]
     assert not model["it"](inputs("conv")).any()

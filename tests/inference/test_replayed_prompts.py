@@ -17,7 +17,7 @@ from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.pipelines import recorded_step
-from quantkit.pipelines import replay as replaying
+from quantkit.pipelines import replayed_step as replaying
 from tests.support.packed import packed_module
 from tests.support.recording import capture_on_cpu
 

@@ -14,7 +14,7 @@ import torch
 import quantkit
 from quantkit.errors import InputError
 from quantkit.pipelines import model_snapshot, recorded_step
-from quantkit.pipelines import replay as replaying
+from quantkit.pipelines import replayed_step as replaying
 from quantkit.pipelines.model_snapshot import Snapshot
 from tests.support.comparisons import is_near
 from tests.support.denoisers import output_of, tiny_denoiser

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 CLIP_TYPES = (
@@ -65,15 +66,20 @@ class manual_cast:  # noqa: N801  ComfyUI's name
 class Patcher:
     """A ModelPatcher: what it was made of, and a denoiser that computes nothing."""
 
-    def __init__(self, state, options):
-        self.state, self.options = state, options
+    def __init__(self, state, options, disable_dynamic):
+        self.state, self.options, self.is_static = state, options, disable_dynamic
+        self.load_device = torch.device("cpu")
         self.model = types.SimpleNamespace(diffusion_model=Denoiser())
 
 
 class Denoiser(nn.Module):
     """A model's forward as ComfyUI calls it."""
 
-    def forward(self, x, timesteps, context=None):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def forward(self, x, timesteps, context=None, transformer_options=None):
         return x
 
 
@@ -95,8 +101,8 @@ def install(monkeypatch, folders):
     ops.manual_cast = manual_cast
     sd.recognizes = True
     sd.CLIPType = _CLIP_TYPE
-    sd.load_diffusion_model_state_dict = lambda state, model_options: (
-        Patcher(state, model_options) if sd.recognizes else None
+    sd.load_diffusion_model_state_dict = lambda state, model_options, disable_dynamic: (
+        Patcher(state, model_options, disable_dynamic) if sd.recognizes else None
     )
     sd.load_text_encoder_state_dicts = lambda **given: given
     sd.VAE = _Vae
