@@ -127,6 +127,27 @@ def factorize(moment: Tensor, *, damping: float, order: Tensor | None = None) ->
     return Factor(lower, roots.square().flip(0), order, dead.flip(0))
 
 
+def expected_error(factor: Factor, rows: Tensor, steps: Tensor) -> float:
+    """Return the squared error of outputs that rounding by a factor should make, up to a constant.
+
+    Rounding leaves C L^T = e in each column, which is uniform over a step. On an input x that the
+    factor need not know, C x is the sum of e_j y_j, where L^T y = x. What is never rounded, as what
+    a mask drops, is counted too: factors are compared.
+
+    Args:
+        factor: of K columns.
+        rows: float32 (R, K), inputs.
+        steps: float32 (K,), the distance between the values of each column.
+
+    Returns:
+        the sum over rows and columns of (step_j y_j)^2.
+    """
+    inputs = rows[:, factor.order].t()
+    upper = factor.lower.t()
+    shares = torch.linalg.solve_triangular(upper, inputs, upper=True, unitriangular=True)
+    return float((shares * steps[factor.order].unsqueeze(1)).square().sum(dtype=torch.float64))
+
+
 def _square_root(moment: Tensor, damping: float) -> Tensor:
     """Return the Cholesky factor of ``moment`` (K, K), whose diagonal gains ``damping`` in place.
 

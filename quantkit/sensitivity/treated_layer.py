@@ -25,7 +25,7 @@ from quantkit.packing.gptq import Rounding
 from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.recipe.schema import LayerSettings
 from quantkit.sensitivity.treatments import Treatment, activation_recipe, scheme_of
-from quantkit.sparsity.sparsegpt import prune_layer, target_moment
+from quantkit.sparsity.sparsegpt import prune_layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class PrunedWeight:
         """
         with surgery_threads(rows.shape[1]):
             settled = prune_layer(rows, moments, TWO_OF_FOUR, bias=bias)
-            rounding = Rounding.of(target_moment(moments, bias=False))
+            rounding = Rounding(moments, centred=False)
             values = rounding.update(rows, settled.mask) if bias else settled.rows
         return cls(values, settled.mask, rounding)
 

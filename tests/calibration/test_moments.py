@@ -1,5 +1,6 @@
 """Moments, statistics and masks of a file that is whole and yet wrong: refused in one line."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -258,8 +259,8 @@ def test_nearly_singular_moments_leave_weights_of_their_size(moment, damping):
 
 def test_weights_that_are_not_finite_are_refused_wherever_they_come_up():
     x = seeded(100, 8)
-    rounding = Rounding.of(moments_of(x).second)
-    broken = Rounding(rounding.moment * NAN, rounding.factor)
+    rounding = Rounding(moments_of(x), centred=False)
+    broken = Rounding(replace(moments_of(x), second=moments_of(x).second * NAN), centred=False)
     mask = torch.tensor([[True, True, False, False] * 2])
     with pytest.raises(NonFiniteError, match="collect the hessians again"):
         broken.update(seeded(1, 8), mask)

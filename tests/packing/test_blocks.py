@@ -207,12 +207,12 @@ class _Bytes(Sink):
 class _Ready:
     """A rounder whose moments are at hand."""
 
-    def __init__(self, moment):
-        self._moment = moment
+    def __init__(self, moments):
+        self._moments = moments
 
     def prepare(self, factor):
         assert factor is None
-        return Rounding.of(self._moment)
+        return Rounding(self._moments, centred=False)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "sparse"])
@@ -224,11 +224,11 @@ def test_rounding_in_blocks_is_rounding_of_the_whole(tmp_path, monkeypatch, mask
     folder = make_component(tmp_path / "source", {"fc.weight": weight})
     (layer,) = list_layers(open_model(str(folder)).components[0])
     x = seeded(400, k, seed=2) @ seeded(k, k, seed=3) + 0.2
-    moment = Moments(x.T @ x / 400, x.mean(dim=0), 400).second
+    moments = Moments(x.T @ x / 400, x.mean(dim=0), 400)
     mask = choose_mask(seeded(n, k, seed=4), TWO_OF_FOUR)
     stored = LayerMask(pack_mask(mask), TWO_OF_FOUR, "", 0.0)
     scheme = Scheme(E4M3FN, PerChannel(), TWO_OF_FOUR if masked else None, Activation.NONE)
-    rounder: Any = _Ready(moment)
+    rounder: Any = _Ready(moments)
     plan = WeightPlan(
         "fc",
         scheme,
@@ -240,7 +240,7 @@ def test_rounding_in_blocks_is_rounding_of_the_whole(tmp_path, monkeypatch, mask
     with layer.shard.open("rb") as file:
         source = rows_module.SourceTensor(layer.shard, file.fileno(), layer.weight)
         finish(encode_weight(plan, source, sinks))
-    rounding = Rounding.of(moment)
+    rounding = Rounding(moments, centred=False)
     rows = rounding.update(weight, mask) if masked else weight
     scale = amax_scale(rows, E4M3FN, PerChannel())
     found = torch.frombuffer(bytearray(sinks["weight_scale"].data), dtype=torch.float32)

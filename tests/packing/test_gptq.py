@@ -1,15 +1,18 @@
 """Rounding by second moments, in the inputs that a smoothed layer reads."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from quantkit.calibration.moments.held_out_rows import HeldRows
 from quantkit.calibration.moments.moments import Moments
 from quantkit.errors import NonFiniteError
 from quantkit.numerics.formats import INT4, INT8
-from quantkit.packing.gptq import Rounder
+from quantkit.numerics.obs import Grid, expected_error, factorize, falling_power, settle_rows
+from quantkit.packing.gptq import Rounder, Rounding
 
 K = 48
 LAYER: Any = SimpleNamespace(name="fc")
@@ -51,3 +54,43 @@ def test_smoothed_layers_are_rounded_for_the_inputs_that_they_read(most, fmt, ce
 def test_smoothing_that_overflows_the_moments_is_refused():
     with pytest.raises(NonFiniteError, match="fc: smoothing overflows its second moments"):
         rounder(inputs(), centred=False).prepare(torch.full((K,), 1e25))
+
+
+def held_out(x, of):
+    """Return moments of rows ``of``, with rows ``x`` of other prompts held out."""
+    held = HeldRows(x.bfloat16(), torch.ones(len(x)))
+    return Moments(of.T @ of / len(of), of.mean(dim=0), len(of), held)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("centred", [False, True], ids=["no bias", "bias"])
+def test_moments_of_few_rows_are_damped_as_held_out_rows_say(centred, masked):
+    # 30 rows say nothing of 18 directions, in which all damping below theirs lets errors grow.
+    g = torch.Generator().manual_seed(7)
+    x, weight = inputs(), torch.randn(300, K, generator=g)
+    mask = torch.rand(300, K, generator=g) < 0.5 if masked else None
+    weight = weight if mask is None else weight * mask
+    scale = weight.abs().amax(dim=1, keepdim=True) / INT4.max
+    moments = held_out(x[30:], x[:30])
+    found = Rounding(moments, centred=centred).round(weight, mask, scale, INT4)
+    plain = replace(moments, held=None)
+    by_default = Rounding(plain, centred=centred).round(weight, mask, scale, INT4)
+    ours, theirs = (lost(x[30:], v - weight, centred=centred) for v in (found, by_default))
+    assert ours < 0.7 * theirs
+    assert mask is None or not found[~mask].any()
+
+
+@pytest.mark.parametrize("damping", [1e-3, 1e-2, 1e-1, 1.0])
+@pytest.mark.parametrize("seen", [30, 400])
+def test_the_expected_error_is_that_of_rounding(damping, seen):
+    x = inputs()
+    weight = torch.randn(512, K, generator=torch.Generator().manual_seed(8))
+    # Steps of half the weights are four times those of the others.
+    scale = weight.abs().amax(dim=1, keepdim=True) / INT8.max * torch.tensor([1.0, 4.0] * 24)
+    moment = x[:seen].T @ x[:seen] / seen
+    factor = factorize(moment, damping=damping, order=falling_power(moment))
+    values, _ = settle_rows(weight, factor, grid=Grid(INT8, scale))
+    found = float((x @ (values - weight).T).square().sum())
+    # A uniform error of one step has a twelfth of its square.
+    steps = scale.square().mean(dim=0).sqrt()
+    assert expected_error(factor, x, steps) * 512 / 12 == pytest.approx(found, rel=0.1)
