@@ -23,7 +23,7 @@ Buckets = Mapping[tuple[float, ...], TimestepBuckets]
 
 @dataclass(eq=False)
 class Surroundings:
-    """What the modules of a model share."""
+    """The parts that the modules of a model share."""
 
     #: filled before the model's first call
     buckets: Buckets = field(default_factory=dict)
