@@ -17,6 +17,7 @@ from quantkit.comfyui.weights import denoiser_state, encoder_state, named_as_pub
 from quantkit.errors import InputError, ModelError
 from quantkit.inference.layers.timestep_buckets import TimestepBuckets
 from quantkit.interchange.comfyui_export import prediction_marks
+from quantkit.models.families import is_denoiser
 from quantkit.models.pipeline_index import scheduler_config
 from quantkit.models.source import shards_of, weight_files
 from quantkit.storage.jsonfile import read_json
@@ -114,8 +115,13 @@ def load_vae(path: Path) -> Any:
     """Return the VAE of a pipeline as ComfyUI's ``VAE``.
 
     Raises:
+        InputError: it is packed.
         ModelError: it has none, or damaged weights.
     """
+    if any(component.name == "vae" for component in open_packed(path).components):
+        raise InputError(
+            f"{path / 'vae'}: packed, and ComfyUI decodes with 16-bit VAEs alone; pack without vae"
+        )
     vae = comfy.sd.VAE(sd=_dense_state(path / "vae", "diffusers"))
     vae.throw_exception_if_invalid()
     return vae
@@ -123,7 +129,8 @@ def load_vae(path: Path) -> Any:
 
 def _packed_denoiser(path: Path) -> PackedComponent:
     for component in open_packed(path).components:
-        if "_class_name" in read_json(component.path / "config.json"):
+        diffusers = "_class_name" in read_json(component.path / "config.json")
+        if diffusers and is_denoiser(component.class_name):
             return component
     raise InputError(
         f"{path}: no packed denoiser; pack the 16-bit pipeline with 'quantkit pack PIPELINE -o "

@@ -36,7 +36,7 @@ def refuse_unmatched_others(recipe: Recipe, where: str, model: Model) -> None:
     """Refuse a recipe with a section on what no component of a pipeline is, or a glob in vain.
 
     Args:
-        recipe: ``text_encoders`` and ``vae`` are looked at, unless it says ignore.
+        recipe: whose globs in ``text_encoders`` and ``vae`` are looked at, unless it says ignore.
         where: what messages call it.
         model: of which headers are read.
 
@@ -44,14 +44,14 @@ def refuse_unmatched_others(recipe: Recipe, where: str, model: Model) -> None:
         RecipeError: naming the first, and what it may have meant.
         ModelError: components that cannot be opened.
     """
+    if recipe.vae is not None and model.is_pipeline and not open_others(model, [VAE]):
+        raise RecipeError(f"{where}: vae: {_vaes_in(model)}; drop it")
     if recipe.unmatched == "ignore":
         return
     for kind in KINDS:
         section = getattr(recipe, kind.section.key)
         if section is not None:
             _refuse_section(section, where, open_others(model, [kind]))
-    if recipe.vae is not None and model.is_pipeline and not open_others(model, [VAE]):
-        raise RecipeError(f"{where}: vae: {_vaes_in(model)}; drop it")
 
 
 def _refuse_section(section: ComponentRecipe, where: str, components: Sequence[Component]) -> None:

@@ -18,15 +18,15 @@ from quantkit.models.layer_plan import plan_layers
 from quantkit.models.recommended import tuned
 from quantkit.models.source import open_model
 from quantkit.recipe.calibration import CalibrationRecipe
-from quantkit.recipe.fields import matches
-from quantkit.recipe.layer_recipes import ActivationRecipe
-from quantkit.recipe.load import change_recipe, load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.component_recipes import (
     ComponentOverride,
     EncoderOverride,
     EncoderRecipe,
     VaeRecipe,
 )
+from quantkit.recipe.fields import matches
+from quantkit.recipe.layer_recipes import ActivationRecipe
+from quantkit.recipe.load import change_recipe, load_recipe, parse_recipe, recipe_names
 from quantkit.recipe.schema import Override, Recipe
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
 from quantkit.workflow.arguments import opened
