@@ -26,8 +26,8 @@ static_assert(QK_LDS_BYTES == 0, "launch.json states the LDS");
 
 using Run = qk::RunOf<qk::Io(QK_IO), kRun>;
 using Input = qk::Input<QK_SMOOTH != 0>;
-// Runs that a lane keeps: 32 registers.
-constexpr int kHeld = 128 / static_cast<int>(sizeof(Run::Raw));
+// Runs that a lane keeps: 20 registers, which windows of 3x3 pixels of 128 channels fill.
+constexpr int kHeld = 80 / static_cast<int>(sizeof(Run::Raw));
 
 struct Picture {
   const typename Run::Memory* x;
@@ -129,7 +129,8 @@ QK_DEVICE void quantize(const Window& window, float& scale_of_row, qk::u8* codes
 
 }  // namespace
 
-QK_KERNEL(kThreads)
+// As quantize_token's: windows are read from caches, and more waves hide more of their latency.
+QK_KERNEL_SHARING(kThreads, Input::kPlain ? 3 : 2, 16)
 QK_SYMBOL(const void* x, const float* smooth, float* scale, qk::u8* q, int m, int k, int height,
           int width, int channels, int out_height, int out_width, int taps_wide, int stride_y,
           int stride_x, int dilation_y, int dilation_x, int top, int left) {

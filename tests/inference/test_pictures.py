@@ -89,10 +89,12 @@ def test_a_block_put_off_is_the_block(dtype):
         layer.to(dtype)
     with torch.no_grad():
         put_off = block(head(pictures(2, 16, 9, 8, dtype=dtype)), layers, norm)
+        assert isinstance(put_off, Deferred)
         assert isinstance(put_off.content, content.Sum)
-        put_off = functional.interpolate(put_off, scale_factor=2.0, mode="nearest")
-        assert isinstance(put_off.content, content.Doubled)
-        found = layers[0](put_off).clone()
+        doubled = functional.interpolate(put_off, scale_factor=2.0, mode="nearest")
+        assert isinstance(doubled, Deferred)
+        assert isinstance(doubled.content, content.Doubled)
+        found = layers[0](doubled).clone()
         for layer in (*layers, head):
             layer.defers = False
         plain = block(head(pictures(2, 16, 9, 8, dtype=dtype)), layers, norm)
@@ -109,6 +111,7 @@ def test_large_upsampled_pictures_are_given_up_and_computed_again(monkeypatch):
     with torch.no_grad():
         small = first(pictures(1, 16, 6, 5))
         upsampled = second(functional.interpolate(small, scale_factor=2.0, mode="nearest"))
+        assert isinstance(upsampled, Deferred)
         normed = norm(upsampled)
         kept = upsampled.content
         assert isinstance(kept, content.Remade)
