@@ -106,6 +106,7 @@ def test_a_block_put_off_is_the_block(dtype):
 
 def test_large_upsampled_pictures_are_given_up_and_computed_again(monkeypatch):
     monkeypatch.setattr(content, "BAND", 1)
+    monkeypatch.setattr(content, "LARGE", 1)
     first, second = (packed(16, 16, kernel_size=3, padding=1) for _ in range(2))
     norm = nn.GroupNorm(2, 16)
     with torch.no_grad():

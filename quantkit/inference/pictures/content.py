@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 #: Bytes that the codes of the windows of a band may take, unless a line takes more.
 BAND = 64 * 2**20
-#: Bands of bytes that a picture has at least that is computed twice, to be held once.
-LARGE = 4
+#: Bytes beyond which a picture is computed twice rather than held through the next block.
+LARGE = 256 * 2**20
 
 
 class Content(Protocol):
@@ -134,7 +134,7 @@ class Remade:
     @property
     def is_large(self) -> bool:
         """True where it is worth the time to compute it again."""
-        return prod(self.shape) * self.dtype.itemsize > LARGE * BAND
+        return prod(self.shape) * self.dtype.itemsize > LARGE
 
     def whole(self) -> Tensor:
         """Return the picture, and keep it."""
