@@ -31,11 +31,11 @@ BANDS = (64, 16)
 _KEPT = ("conv_in", "conv_out", "quant_conv")
 
 
-class Living(TorchDispatchMode):
+class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
     """Counts the bytes of results that are alive."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._alive: dict[int, tuple[Any, int]] = {}
 
@@ -47,7 +47,8 @@ class Living(TorchDispatchMode):
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                reference = StorageWeakRef(storage)
+                weak: Any = StorageWeakRef
+                reference = weak(storage)
                 self._alive[reference.cdata] = reference, storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return result
@@ -55,7 +56,8 @@ class Living(TorchDispatchMode):
 
 def peak(call: Callable[[torch.Tensor], Any], x: torch.Tensor) -> int:
     """Return the MiB of tensors that a call has alive at once, besides what was there before."""
-    with torch.no_grad(), Living() as living:
+    living = Living()
+    with torch.no_grad(), living:
         call(x)
     return round(living.peak / MIB)
 

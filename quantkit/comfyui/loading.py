@@ -13,7 +13,12 @@ from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import open_packed
 from quantkit.comfyui.operations import Surroundings, make_operations
 from quantkit.comfyui.replaying import replay_steps
-from quantkit.comfyui.weights import denoiser_state, encoder_state, named_as_published
+from quantkit.comfyui.weights import (
+    denoiser_state,
+    dequantized_state,
+    encoder_state,
+    named_as_published,
+)
 from quantkit.errors import InputError, ModelError
 from quantkit.inference.layers.timestep_buckets import TimestepBuckets
 from quantkit.interchange.comfyui_export import prediction_marks
@@ -112,17 +117,14 @@ def load_encoders(path: Path, embeddings: Any) -> Any:
 
 
 def load_vae(path: Path) -> Any:
-    """Return the VAE of a pipeline as ComfyUI's ``VAE``.
+    """Return the VAE of a pipeline as ComfyUI's ``VAE``; one that is packed decodes in 16 bit, too.
 
     Raises:
-        InputError: it is packed.
         ModelError: it has none, or damaged weights.
     """
-    if any(component.name == "vae" for component in open_packed(path).components):
-        raise InputError(
-            f"{path / 'vae'}: packed, and ComfyUI decodes with 16-bit VAEs alone; pack without vae"
-        )
-    vae = comfy.sd.VAE(sd=_dense_state(path / "vae", "diffusers"))
+    packed = {component.name: component for component in open_packed(path).components}
+    state = _dense_state(path / "vae", "diffusers")
+    vae = comfy.sd.VAE(sd=dequantized_state(packed["vae"], state) if "vae" in packed else state)
     vae.throw_exception_if_invalid()
     return vae
 
