@@ -176,9 +176,11 @@ def test_what_is_not_put_off_is_torchs(name):
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_nothing_is_put_off_with_gradients_or_hooks():
+def test_nothing_is_put_off_with_gradients_compilers_or_hooks():
     layer, x = packed(16, 8, kernel_size=1), pictures(1, 16, 4, 4)
     assert type(layer(x)) is torch.Tensor
+    with torch.no_grad():
+        assert type(torch.compile(layer, backend="eager", fullgraph=True)(x)) is torch.Tensor
     layer.register_forward_hook(lambda *_: None)
     with torch.no_grad():
         assert type(layer(x)) is torch.Tensor

@@ -10,9 +10,16 @@ from quantkit.device.ops.attention import (
     projections,
     stream_codes,
 )
-from quantkit.device.ops.norms import group_norm, observe, quantize, quantize_windows
+from quantkit.device.ops.norms import group_norm, observe, quantize
 from quantkit.device.ops.op import Op, Variant, all_variants
-from quantkit.device.ops.products import conv, geglu, gemm, project_gelu, weight_only
+from quantkit.device.ops.products import (
+    conv,
+    geglu,
+    gemm,
+    project_gelu,
+    quantize_windows,
+    weight_only,
+)
 from quantkit.errors import KernelError
 
 OPS: dict[str, Op] = {

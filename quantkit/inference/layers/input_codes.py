@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from quantkit.device.ops.norms import quantize_windows as windowed
 from quantkit.device.ops.norms.quantize import quantize_static, quantize_token
+from quantkit.device.ops.products.quantize_windows import ALIGNED
 from quantkit.device.torch_operators import operator_for
 from quantkit.inference.layers.compiler_fuses import compiler_quantizes
 from quantkit.numerics.conv_windows import Windows
@@ -47,7 +47,7 @@ def quantize_windows(
     channels = pixels.shape[3]
     if windows.are_pixels:
         return quantize_input(pixels.reshape(-1, channels).contiguous(), None, smooth, fmt)
-    if compiler_quantizes(pixels) or channels % windowed.ALIGNED:
+    if compiler_quantizes(pixels) or channels % ALIGNED:
         rows = windows.unfold(pixels).reshape(-1, windows.taps * channels)
         smooth = None if smooth is None else smooth.repeat(windows.taps)
         return quantize_input(rows, None, smooth, fmt)

@@ -246,12 +246,17 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc, override]  # a
         if self.scheme.activation is Activation.NONE:
             return self._dequantized_forward(x)
         if self.scheme.activation is Activation.TOKEN:
-            if self.defers and not torch.is_grad_enabled() and not is_watched(self):
+            if self._may_defer():
                 return convolved(self, x)
             y = self._by_bands(x)
         else:
             y = self._convolve(x.permute(0, 2, 3, 1), x.dtype).permute(0, 3, 1, 2)
         return y.contiguous() if x.is_contiguous() else y
+
+    def _may_defer(self) -> bool:
+        """Tell whether nobody looks at the result but the code that comes next."""
+        plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return self.defers and plain and not is_watched(self)
 
     def _by_bands(self, x: Tensor) -> Tensor:
         product = Product(self, Stored(x))
