@@ -26,8 +26,8 @@ others what is packed follows from structure, names and shapes
 ([recipes](../guides/recipes.md#what-stays-in-16-bit)). Where it says *tested*, a tiny model of the
 class is packed, verified, loaded by `from_pretrained`, compared with the original, saved and loaded
 again by `tests/models/test_any_denoiser.py`, and `bench model` knows its inputs. Other classes of
-diffusers (VAEs, ControlNets, adapters, encoders) are refused as MODEL, and copied as they are
-inside of a pipeline.
+diffusers (ControlNets, adapters, encoders, VAEs without a row in `quantkit/models/vaes.py`) are
+refused as MODEL, and copied as they are inside of a pipeline.
 
 Made by `python docs/make_models.py`.
 

@@ -66,8 +66,8 @@ from quantkit.errors import ModelError
 from quantkit.inference.layers.deviation import LayerDeviation, watch
 from quantkit.inference.layers.layer_summary import LayerInfo, iterate_packed, packed_layers
 from quantkit.inference.loading.pipeline_loading import load_pipeline
-from quantkit.models.source import Model, open_encoders, open_model
-from quantkit.models.text_encoders import TEXT_ENCODERS
+from quantkit.models.component_kinds import kind_of
+from quantkit.models.source import Model, open_model, open_others
 from quantkit.pipelines.calling import fewest_steps
 from quantkit.pipelines.running import choose_dtype, quiet_libraries
 from quantkit.pipelines.running import load_pipeline as load_original
@@ -141,9 +141,9 @@ def open_pair(model: str | Model, packed: Path) -> Pair:
         quantized = open_quantized(packed, opened)
         if quantized is None:
             return Pair(name, opened, found, open_unpacked(packed, opened))
-        opened = _with_encoders(opened, {c.name for c in quantized.components})
+        opened = _with_others(opened, {c.name for c in quantized.components})
         return Pair(name, opened, found, quantized=quantized)
-    opened = _with_encoders(opened, {c.name for c in found.components})
+    opened = _with_others(opened, {c.name for c in found.components})
     names = {component.name for component in opened.components}
     for component in found.components:
         if component.name not in names:
@@ -168,12 +168,12 @@ def common_dtype(pairs: Sequence[Pair]) -> torch.dtype | None:
     return next(iter(dtypes), None)
 
 
-def _with_encoders(model: Model, names: Collection[str]) -> Model:
-    """Return the original with the text encoders that are packed in the other directory."""
+def _with_others(model: Model, names: Collection[str]) -> Model:
+    """Return the original with the text encoders and VAE that are packed in the other directory."""
     if set(names) <= {component.name for component in model.components}:
         return model
-    encoders = tuple(encoder for encoder in open_encoders(model) if encoder.name in names)
-    return replace(model, components=model.components + encoders)
+    others = tuple(component for component in open_others(model) if component.name in names)
+    return replace(model, components=model.components + others)
 
 
 @dataclass(frozen=True)
@@ -408,7 +408,7 @@ def _shadow(
     kind = "cpu" if original.device.type == "cpu" else "cuda"
     few = _first(original.settings, min(LOCAL_PROMPTS[kind], original.settings.batch))
     compared = pair.quantized or pair.plain or pair.packed
-    denoisers = {c.name for c in pair.model.components if c.family not in TEXT_ENCODERS}
+    denoisers = {c.name for c in pair.model.components if kind_of(c.family) is None}
     names = tuple(c.name for c in compared.components if c.name in denoisers)
     if not names:
         return None

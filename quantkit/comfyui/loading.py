@@ -13,10 +13,16 @@ from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import open_packed
 from quantkit.comfyui.operations import Surroundings, make_operations
 from quantkit.comfyui.replaying import replay_steps
-from quantkit.comfyui.weights import denoiser_state, encoder_state, named_as_published
+from quantkit.comfyui.weights import (
+    denoiser_state,
+    dequantized_state,
+    encoder_state,
+    named_as_published,
+)
 from quantkit.errors import InputError, ModelError
 from quantkit.inference.layers.timestep_buckets import TimestepBuckets
 from quantkit.interchange.comfyui_export import prediction_marks
+from quantkit.models.families import is_denoiser
 from quantkit.models.pipeline_index import scheduler_config
 from quantkit.models.source import shards_of, weight_files
 from quantkit.storage.jsonfile import read_json
@@ -111,19 +117,22 @@ def load_encoders(path: Path, embeddings: Any) -> Any:
 
 
 def load_vae(path: Path) -> Any:
-    """Return the VAE of a pipeline as ComfyUI's ``VAE``.
+    """Return the VAE of a pipeline as ComfyUI's ``VAE``; one that is packed decodes in 16 bit, too.
 
     Raises:
         ModelError: it has none, or damaged weights.
     """
-    vae = comfy.sd.VAE(sd=_dense_state(path / "vae", "diffusers"))
+    packed = {component.name: component for component in open_packed(path).components}
+    state = _dense_state(path / "vae", "diffusers")
+    vae = comfy.sd.VAE(sd=dequantized_state(packed["vae"], state) if "vae" in packed else state)
     vae.throw_exception_if_invalid()
     return vae
 
 
 def _packed_denoiser(path: Path) -> PackedComponent:
     for component in open_packed(path).components:
-        if "_class_name" in read_json(component.path / "config.json"):
+        diffusers = "_class_name" in read_json(component.path / "config.json")
+        if diffusers and is_denoiser(component.class_name):
             return component
     raise InputError(
         f"{path}: no packed denoiser; pack the 16-bit pipeline with 'quantkit pack PIPELINE -o "

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.checkpoint.component import PackedComponent
@@ -13,6 +14,7 @@ from quantkit.checkpoint.joined_parts import (
     swap_row_halves,
     why_separate,
 )
+from quantkit.checkpoint.spec import PACKED_PARTS
 from quantkit.checkpoint.torch_dtypes import FLOAT_DTYPES
 from quantkit.comfyui.layout import packed_weight
 from quantkit.errors import ModelError
@@ -53,6 +55,24 @@ def encoder_state(component: PackedComponent) -> dict[str, Any]:
     """Return a packed text encoder under its own names; see ``named_as_published``."""
     source = packed_denoiser(component)
     return _state(component, source, unchanged(source.shapes))
+
+
+def dequantized_state(
+    component: PackedComponent, stored: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors of a packed component with dense weights in place of codes.
+
+    Args:
+        component: packed.
+        stored: its tensors as they are in the files.
+    """
+    layers = component.config.layers
+    parts = {f"{layer}.{part}" for layer in layers for part in PACKED_PARTS}
+    state = {name: tensor for name, tensor in stored.items() if name not in parts}
+    dtypes = {tensor.dtype for tensor in state.values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    dense = {f"{layer}.weight": component.dequantized(layer).to(dtype) for layer in layers}
+    return {**state, **dense}
 
 
 def named_as_published(state: Mapping[str, Any], where: Path) -> dict[str, Any]:

@@ -3,8 +3,12 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from quantkit.errors import RecipeError
+from quantkit.models.component_kinds import KINDS, VAE
 from quantkit.models.component_layers import list_layers
-from quantkit.models.source import Model, open_encoders
+from quantkit.models.pipeline_index import read_pipeline_index
+from quantkit.models.source import Component, Model, open_others
+from quantkit.models.vaes import VAES
+from quantkit.recipe.component_recipes import ComponentRecipe, EncoderOverride
 from quantkit.recipe.fields import matches
 from quantkit.recipe.load import did_you_mean
 from quantkit.recipe.schema import Recipe
@@ -28,29 +32,49 @@ def refuse_unmatched(recipe: Recipe, where: str, model: Model) -> None:
     _refuse(_globs(recipe), where, names, "layers")
 
 
-def refuse_unmatched_encoders(recipe: Recipe, where: str, model: Model) -> None:
-    """Refuse a recipe with a glob on text encoders, or their layers, that none matches.
+def refuse_unmatched_others(recipe: Recipe, where: str, model: Model) -> None:
+    """Refuse a recipe with a section on what no component of a pipeline is, or a glob in vain.
 
     Args:
-        recipe: ``text_encoders`` is looked at, unless it says ignore.
+        recipe: whose globs in ``text_encoders`` and ``vae`` are looked at, unless it says ignore.
         where: what messages call it.
         model: of which headers are read.
 
     Raises:
         RecipeError: naming the first, and what it may have meant.
-        ModelError: text encoders that cannot be opened.
+        ModelError: components that cannot be opened.
     """
-    section = recipe.text_encoders
-    if recipe.unmatched == "ignore" or section is None:
+    if recipe.vae is not None and model.is_pipeline and not open_others(model, [VAE]):
+        raise RecipeError(f"{where}: vae: {_vaes_in(model)}; drop it")
+    if recipe.unmatched == "ignore":
         return
-    encoders = open_encoders(model)
-    names = [layer.name for encoder in encoders for layer in list_layers(encoder)]
-    overrides = [(f"text_encoders.overrides.{i}", o) for i, o in enumerate(section.overrides)]
-    layers = [("text_encoders.keep", section.keep)]
-    layers += [(f"{key}.layers", override.layers) for key, override in overrides]
-    globs = [(f"{key}.encoders", override.encoders) for key, override in overrides]
-    _refuse(globs, where, [encoder.name for encoder in encoders], "text encoders")
-    _refuse(layers, where, names, "layers of text encoders")
+    for kind in KINDS:
+        section = getattr(recipe, kind.section.key)
+        if section is not None:
+            _refuse_section(section, where, open_others(model, [kind]))
+
+
+def _refuse_section(section: ComponentRecipe, where: str, components: Sequence[Component]) -> None:
+    key, noun = section.key, section.noun
+    names = [layer.name for component in components for layer in list_layers(component)]
+    overrides = [(f"{key}.overrides.{i}", o) for i, o in enumerate(section.overrides)]
+    layers = [(f"{key}.keep", section.keep)]
+    layers += [(f"{place}.layers", override.layers) for place, override in overrides]
+    globs = [
+        (f"{place}.encoders", override.encoders)
+        for place, override in overrides
+        if isinstance(override, EncoderOverride)
+    ]
+    _refuse(globs, where, [component.name for component in components], noun)
+    _refuse(layers, where, names, f"layers of {noun}")
+
+
+def _vaes_in(model: Model) -> str:
+    """Return a part of a message on the VAE of a pipeline that is not packed."""
+    known = ", ".join(name for family in VAES for name in family.class_names)
+    class_name = read_pipeline_index(model.path).get("vae")
+    found = f"{class_name} stays in 16 bit" if class_name else "the pipeline has none"
+    return f"{found}, and {known} are packed"
 
 
 def _refuse(

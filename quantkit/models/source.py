@@ -2,24 +2,24 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ModelError
+from quantkit.models.component_kinds import ENCODERS, KINDS, ComponentKind, kind_of
 from quantkit.models.families import find_family
 from quantkit.models.family import Family
 from quantkit.models.location import refuse_nowhere
 from quantkit.models.pickles import refuse_only_pickles
 from quantkit.models.pipeline_index import (
     denoiser_names,
+    read_components,
     read_models,
     read_pipeline_index,
-    read_transformers_classes,
 )
 from quantkit.models.quantizers import CONFIG_KEY, name_quantizer
-from quantkit.models.text_encoders import TEXT_ENCODERS, find_encoder, is_encoder
 from quantkit.storage.jsonfile import read_json
 from quantkit.storage.shard_index import read_shard_index
 
@@ -56,7 +56,7 @@ class StoredBlocks:
 
 @dataclass(frozen=True)
 class Component:
-    """One denoiser or text encoder: a directory with config.json and weights."""
+    """One denoiser, text encoder or VAE: a directory with config.json and weights."""
 
     #: sub-folder of the pipeline; "" when MODEL is the component itself
     name: str
@@ -85,7 +85,7 @@ class Component:
 class Model:
     """The components to quantize: a pipeline's denoisers, or one component alone.
 
-    A pipeline's text encoders are opened where a recipe packs them: ``open_encoders``.
+    A pipeline's other components are opened where a recipe packs them: ``open_others``.
     """
 
     path: Path
@@ -125,7 +125,7 @@ def of_family(model: Model, name: str) -> Model:
         ModelError: no such family.
     """
     components = tuple(
-        c if c.family in TEXT_ENCODERS else replace(c, family=find_family(c.class_name, name))
+        c if kind_of(c.family) else replace(c, family=find_family(c.class_name, name))
         for c in model.components
     )
     return replace(model, components=components)
@@ -168,26 +168,34 @@ def _open_pipeline(path: Path, variant: str | None) -> tuple[Component, ...]:
     return tuple(_open_component(path / name, name, variant) for name in names)
 
 
-def open_encoders(model: Model) -> tuple[Component, ...]:
-    """Return the text encoders of a pipeline; none of a component alone.
+def open_others(model: Model, kinds: Iterable[ComponentKind] = KINDS) -> tuple[Component, ...]:
+    """Return the components of a pipeline that are no denoisers; none of a component alone.
+
+    Args:
+        model: the pipeline.
+        kinds: those to open.
 
     Raises:
         ModelError: no safetensors weights, a missing shard, one that is quantized already.
     """
     if not model.is_pipeline:
         return ()
-    classes = read_transformers_classes(model.path)
-    found = {name: kind for name, kind in classes.items() if is_encoder(name, kind)}
+    components = read_components(model.path).items()
     return tuple(
-        _open_encoder(model.path / name, name, kind, model.variant) for name, kind in found.items()
+        _open_other(model.path / name, name, kind, class_name, model.variant)
+        for kind in kinds
+        for name, (library, class_name) in components
+        if library == kind.library and kind.is_one(name, class_name)
     )
 
 
-def _open_encoder(path: Path, name: str, class_name: str, variant: str | None) -> Component:
+def _open_other(
+    path: Path, name: str, kind: ComponentKind, class_name: str, variant: str | None
+) -> Component:
     _read_config(path)
-    # Not every encoder has the variant that the denoiser has.
-    found = find_weights(path, "transformers", class_name, variant)
-    family = find_encoder(class_name)
+    # Not every component has the variant that the denoiser has.
+    found = find_weights(path, kind.library, class_name, variant)
+    family = kind.find_family(class_name)
     return Component(
         name, path, class_name, family, found.shards, found.index, found.variant, found.has_plain
     )
@@ -213,7 +221,10 @@ def _open_component(path: Path, name: str, variant: str | None) -> Component:
     config = _read_config(path)
     class_name = config.get("_class_name")
     if not isinstance(class_name, str):
-        return _open_encoder(path, name, architecture(path, config), variant)
+        return _open_other(path, name, ENCODERS, architecture(path, config), variant)
+    for kind in KINDS:
+        if kind.library == "diffusers" and kind.is_one(name, class_name):
+            return _open_other(path, name, kind, class_name, variant)
     try:
         family = find_family(class_name)
     except ModelError as error:

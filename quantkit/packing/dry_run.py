@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.models.component_layers import list_layers
 from quantkit.models.layer_plan import plan_layers
-from quantkit.models.treated import encoders_of
+from quantkit.models.treated import others_of
 from quantkit.numerics.masks import SPARSEGPT
 from quantkit.packing.attention_plan import plan_attention
 from quantkit.packing.pack_model import complete_plan, summarize
@@ -116,11 +116,11 @@ def forecast_pack(
         ModelError: a damaged header.
     """
     recipe.refuse_budget()
-    encoders = encoders_of(model, recipe)
+    others = others_of(model, recipe)
 
     def summary(*, budgeted: bool) -> PackSummary:
         plans = tuple(_foresee(c, recipe, masks, budgeted=budgeted) for c in model.components)
-        plans += tuple(_foresee(c, own, None, budgeted=False) for c, own in encoders)
+        plans += tuple(_foresee(c, own, None, budgeted=False) for c, own in others)
         return summarize(complete_plan(model, plans), output)
 
     rule = recipe.sparsity

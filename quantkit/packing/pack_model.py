@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.reader import open_packed
-from quantkit.models.treated import encoders_of
+from quantkit.models.treated import others_of
 from quantkit.packing.calibration_fit import refuse_unfit
 from quantkit.packing.config_files import write_config, write_index
 from quantkit.packing.final_checks import (
@@ -74,12 +74,12 @@ def plan_pack(
     """
     recipe.refuse_budget()
     own_moments = moments_for(model.components, hessians, needed=recipe.denoisers_need_hessians)
-    encoders = encoders_of(model, recipe)
+    others = others_of(model, recipe)
     for component in model.components:
         refuse_unfit(component, recipe, calibration=calibration, masks=masks, hessians=own_moments)
-    for encoder, own in encoders:
-        moments = moments_for((encoder,), hessians, needed=own.needs_hessians)
-        refuse_unfit(encoder, own, calibration=None, masks=None, hessians=moments)
+    for component, own in others:
+        moments = moments_for((component,), hessians, needed=own.needs_hessians)
+        refuse_unfit(component, own, calibration=None, masks=None, hessians=moments)
     if masks is None:
         masks = masks_beforehand(model, recipe, calibration, own_moments, progress=progress)
     components = tuple(
@@ -93,18 +93,18 @@ def plan_pack(
         )
         for component in model.components
     )
-    packed_encoders = tuple(
+    packed_others = tuple(
         plan_component(
-            encoder,
+            component,
             own,
             calibration=None,
             masks=None,
-            hessians=moments_for((encoder,), hessians, needed=own.needs_hessians),
+            hessians=moments_for((component,), hessians, needed=own.needs_hessians),
             progress=progress,
         )
-        for encoder, own in encoders
+        for component, own in others
     )
-    return complete_plan(model, components + packed_encoders)
+    return complete_plan(model, components + packed_others)
 
 
 def moments_for(
@@ -113,7 +113,7 @@ def moments_for(
     """Return the second moments; None where they lack the components and are not needed.
 
     Args:
-        components: denoisers, or a text encoder: moments may have been taken of either alone.
+        components: denoisers, or another component: moments may have been taken of either alone.
         hessians: those that are there.
         needed: the recipe does not pack the components without.
     """

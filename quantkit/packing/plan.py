@@ -214,7 +214,7 @@ def _if_smooth(treatment: LayerPlan, smoothing: Mapping[str, float]) -> LayerPla
 def recipe_for_header(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe for the header."""
     # How globs are read says nothing of what was packed, nor does what was not asked for.
-    unsaid = {key for key in ("text_encoders", "attention") if getattr(recipe, key) is None}
+    unsaid = {key for key in ("text_encoders", "vae", "attention") if getattr(recipe, key) is None}
     return recipe.model_dump(mode="json", exclude={"unmatched"} | unsaid)
 
 

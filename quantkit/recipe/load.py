@@ -13,10 +13,16 @@ from quantkit import resources
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.recipe.attention_recipe import AttentionRecipe
 from quantkit.recipe.calibration import CalibrationRecipe
+from quantkit.recipe.component_recipes import (
+    ComponentOverride,
+    EncoderOverride,
+    EncoderRecipe,
+    VaeRecipe,
+)
 from quantkit.recipe.fields import is_glob
 from quantkit.recipe.goals import BudgetRecipe, Gates
 from quantkit.recipe.layer_recipes import ActivationRecipe, WeightRecipe
-from quantkit.recipe.schema import EncoderOverride, EncoderRecipe, Override, Recipe, SparsityRecipe
+from quantkit.recipe.schema import Override, Recipe, SparsityRecipe
 from quantkit.storage.inputfile import read_text
 from quantkit.storage.jsonfile import short
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
@@ -153,6 +159,8 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "text_encoders": EncoderRecipe,
     "attention": AttentionRecipe,
     "text_encoders.overrides": EncoderOverride,
+    "vae": VaeRecipe,
+    "vae.overrides": ComponentOverride,
     "gates": Gates,
     "budget": BudgetRecipe,
 }

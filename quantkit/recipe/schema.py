@@ -13,7 +13,7 @@ from quantkit.errors import RecipeError
 from quantkit.numerics.formats import find_format
 from quantkit.recipe.attention_recipe import AttentionRecipe
 from quantkit.recipe.calibration import CalibrationRecipe
-from quantkit.recipe.encoder_formats import ENCODER_FORMATS
+from quantkit.recipe.component_recipes import ComponentRecipe, EncoderRecipe, VaeRecipe
 from quantkit.recipe.fields import (
     Patterns,
     Smooth,
@@ -50,69 +50,6 @@ class Override(Strict):
     sparse: bool | None = None
     #: the reason, for readers of the recipe
     reason: str = ""
-
-
-class EncoderOverride(Strict):
-    """Another treatment for some text encoders, or some of their layers; the last match wins."""
-
-    #: globs on components, as text_encoder_2
-    encoders: Annotated[Patterns, Field(min_length=1)]
-    #: globs on module paths, as the files have them
-    layers: Annotated[Patterns, Field(min_length=1)] = ("*",)
-    #: True: stay in 16 bit; False: pack what the family would keep
-    keep: bool | None = None
-    weight: WeightRecipe | None = None
-    activation: ActivationRecipe | None = None
-    #: the reason, for readers of the recipe
-    reason: str = ""
-
-
-class EncoderRecipe(Strict):
-    """The quantization of text encoders; of calibration, only second moments for GPTQ are used."""
-
-    weight: WeightRecipe = WeightRecipe()
-    activation: ActivationRecipe = ActivationRecipe(mode="none")
-    #: quantize inputs to integers all the same
-    data_free: bool = False
-    #: layers that stay in 16 bit besides those of the family
-    keep: Patterns = ()
-    overrides: tuple[EncoderOverride, ...] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_short_name(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        if value not in ENCODER_FORMATS:
-            raise RecipeError(
-                f"text_encoders {value!r:.80}: expected {', '.join(ENCODER_FORMATS)}, or a section "
-                "with weight, activation, keep and overrides"
-            )
-        return ENCODER_FORMATS[value]
-
-    @property
-    def needs_hessians(self) -> bool:
-        """True when weights make up for each other's errors."""
-        return any(weight.rounding == "gptq" for weight in self._weights)
-
-    @property
-    def _weights(self) -> tuple[WeightRecipe, ...]:
-        return (self.weight, *(o.weight for o in self.overrides if o.weight))
-
-    @model_validator(mode="after")
-    def _needs_no_statistics(self) -> "EncoderRecipe":
-        inputs = (self.activation, *(o.activation for o in self.overrides if o.activation))
-        refused = {
-            "weight.fallback": any(w.fallback for w in self._weights),
-            "activation.mode static": any(a.mode == "static" for a in inputs),
-        }
-        for key, asked in refused.items():
-            if asked:
-                raise RecipeError(
-                    f"text_encoders: {key} needs statistics, and none are taken of text encoders; "
-                    "use weight.observer mse, and activation.mode none or token"
-                )
-        return self
 
 
 @dataclass(frozen=True)
@@ -158,6 +95,8 @@ class Recipe(Strict):
     overrides: tuple[Override, ...] = ()
     #: fp8, int8, int4 or a section; None: text encoders are copied as they are
     text_encoders: EncoderRecipe | None = None
+    #: int8 or a section; None: VAEs are copied as they are
+    vae: VaeRecipe | None = None
     #: None: attention stays in 16 bit
     attention: AttentionRecipe | None = None
     #: of a glob that no layer of the model matches; ignore is for recipes that serve several models
@@ -248,31 +187,32 @@ class Recipe(Strict):
                 sparse = sparse if override.sparse is None else override.sparse
         return LayerSettings(keep, weight, activation, sparse)
 
-    def for_encoder(self, encoder: str) -> "Recipe":
-        """Return the recipe of a text encoder's layers.
+    def for_component(self, kind: type[ComponentRecipe], name: str) -> "Recipe":
+        """Return the recipe of the layers of a component that is no denoiser.
 
         Args:
-            encoder: the component's name; empty for one alone.
+            kind: of its section.
+            name: the component's; empty for one alone.
 
         Raises:
-            RecipeError: there is no section text_encoders.
+            RecipeError: there is no such section.
         """
-        section = self.text_encoders
+        section = getattr(self, kind.key)
         if section is None:
             raise RecipeError(
-                f"recipe {self.name}: says nothing of text encoders; add text_encoders: int8 (or "
-                "int4, fp8)",
+                f"recipe {self.name}: says nothing of {kind.noun}; add {kind.key}: int8",
                 fields=("recipe",),
             )
-        mine = [o for o in section.overrides if not encoder or matches(encoder, o.encoders)]
         values = {
-            name: getattr(section, name) for name in ("weight", "activation", "data_free", "keep")
+            field: getattr(section, field)
+            for field in ("weight", "activation", "data_free", "keep")
         }
+        overrides = (o for o in section.overrides if o.is_about(name))
         return Recipe(
             name=self.name,
             **values,
             overrides=tuple(
-                Override(**o.model_dump(exclude={"encoders"}, exclude_none=True)) for o in mine
+                Override(**o.model_dump(exclude={"encoders"}, exclude_none=True)) for o in overrides
             ),
             unmatched="ignore",
         )

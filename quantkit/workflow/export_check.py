@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.numerics.formats import find_format
-from quantkit.recipe.encoder_formats import ENCODER_FORMATS
+from quantkit.recipe.component_formats import COMPONENT_FORMATS
+from quantkit.recipe.component_recipes import EncoderRecipe
 from quantkit.recipe.layer_recipes import WeightRecipe
 from quantkit.recipe.load import change_recipe
 from quantkit.recipe.schema import Recipe
@@ -26,6 +27,10 @@ def for_target(recipe: Recipe, to: str, *, encoders: bool) -> Recipe:
         RecipeError: it says nothing of text encoders, nor are there any in its format; or it says
             something, and the target holds none.
     """
+    if recipe.vae is not None:
+        raise RecipeError(
+            f"recipe {recipe.name}: vae: {to} holds no VAE; drop it", fields=("recipe",)
+        )
     if not encoders and recipe.text_encoders is not None:
         raise RecipeError(
             f"recipe {recipe.name}: text_encoders: {to} holds one kind of component; drop it, and "
@@ -40,7 +45,7 @@ def for_target(recipe: Recipe, to: str, *, encoders: bool) -> Recipe:
 def _encoders_like(recipe: Recipe) -> str:
     """Return the treatment of text encoders that has the format of a recipe for denoisers."""
     asked = recipe.weight
-    for name, row in ENCODER_FORMATS.items():
+    for name, row in COMPONENT_FORMATS[EncoderRecipe.key].items():
         weight = WeightRecipe(**row["weight"])
         if (weight.format, weight.rounding) == (asked.format, asked.rounding):
             return name
@@ -97,7 +102,7 @@ def _of_recipe(recipe: Recipe, part: Part, name: str) -> set[str]:
     if part.is_encoder and recipe.text_encoders is None:
         # Nothing stands in for an integer there.
         return _stored(recipe.weight.format)
-    own = recipe.for_encoder(part.folder) if part.is_encoder else recipe
+    own = recipe.for_component(EncoderRecipe, part.folder) if part.is_encoder else recipe
     settings = own.settings(name.removesuffix(".weight"))
     weights = [own.kept] if settings.keep else [settings.weight, own.kept]
     named = {n for weight in weights if weight for n in (weight.format, weight.fallback) if n}

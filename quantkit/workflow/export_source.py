@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quantkit.calibration.moments.moment_files import Hessians
 from quantkit.calibration.statistics.layer_statistics import Calibration
+from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import open_packed, read_packed
 from quantkit.errors import CheckpointError, InputError
 from quantkit.interchange.denoiser import (
@@ -20,6 +21,7 @@ from quantkit.interchange.denoiser import (
 )
 from quantkit.interchange.layout_names import layout_of_model, original_tensors
 from quantkit.interchange.reference import Reference
+from quantkit.models.families import is_denoiser
 from quantkit.models.source import Component, Model
 from quantkit.numerics.scheme import Scheme
 from quantkit.packing.pack_model import pack, plan_pack
@@ -84,11 +86,12 @@ def packed_source(path: Path, *, encoders: bool) -> Source:
         InputError: none of it is what is exported.
     """
     found = open_packed(path).components
-    components = [c for c in found if _is_encoder(c.path) == encoders]
+    components = [c for c in found if _is_exported(c, encoders=encoders)]
     if not components:
-        what, other = ("text encoder", "denoiser") if encoders else ("denoiser", "text encoder")
+        what = "text encoder" if encoders else "denoiser"
+        others = ", ".join(c.name or c.class_name for c in found)
         raise InputError(
-            f"{path}: no packed {what}, only a {other}; choose another target", fields=("to",)
+            f"{path}: no packed {what}, only {others}; choose another target", fields=("to",)
         )
     return Source(path, tuple(Part(c.name, packed_denoiser(c)) for c in components))
 
@@ -206,6 +209,12 @@ def _stand_ins(recipe: Recipe, layers: Mapping[str, Scheme]) -> Iterator[tuple[s
             ("input_scale", settings.activation.scale),
         ):
             yield f"{layer}.{part}", torch.tensor(1.0 if scale == "pow2" else 1 / 3)
+
+
+def _is_exported(component: PackedComponent, *, encoders: bool) -> bool:
+    """Tell whether a component is a text encoder, or a denoiser."""
+    is_encoder = _is_encoder(component.path)
+    return is_encoder if encoders else not is_encoder and is_denoiser(component.class_name)
 
 
 def _is_encoder(path: Path) -> bool:

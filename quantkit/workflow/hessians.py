@@ -9,7 +9,7 @@ from quantkit.calibration.moments.held_out_rows import held_bytes, held_count
 from quantkit.calibration.moments.moment_files import KIND, Hessians
 from quantkit.calibration.moments.moments import group_layers, moment_bytes
 from quantkit.calibration.statistics.layer_statistics import tell_unseen
-from quantkit.models.recipe_check import refuse_unmatched_encoders
+from quantkit.models.recipe_check import refuse_unmatched_others
 from quantkit.models.source import Model
 from quantkit.progress import Progress, silent
 from quantkit.recipe.schema import Recipe
@@ -128,7 +128,7 @@ def calibrate_hessians(
         NonFiniteError: NaN or Inf in an activation; the text names the layer.
     """
     source, chosen = opened(model, recipe)
-    refuse_unmatched_encoders(chosen, name_of(recipe), source)
+    refuse_unmatched_others(chosen, name_of(recipe), source)
     chosen, texts = with_prompts(chosen, prompts, count)
     plan = moments_of(source, chosen, memory=memory * 2**30)
     if dry_run:

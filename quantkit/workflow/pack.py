@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.models.recipe_check import refuse_unmatched_encoders
+from quantkit.models.recipe_check import refuse_unmatched_others
 from quantkit.packing import dry_run as forecasts
 from quantkit.packing import pack_model as packing
 from quantkit.packing.dry_run import Forecast
@@ -119,7 +119,7 @@ def _opened(
 ) -> tuple[Model, Recipe]:
     """Return model and recipe; refuse an output that could not be written."""
     source, chosen = opened(model, recipe)
-    refuse_unmatched_encoders(chosen, name_of(recipe), source)
+    refuse_unmatched_others(chosen, name_of(recipe), source)
     refuse_overlap(output, source.path)
     check_directory(output, kind=packing.KIND, force=force)
     return source, chosen

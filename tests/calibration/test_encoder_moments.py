@@ -14,10 +14,12 @@ from quantkit.calibration.observing.collect import layers_to_pack
 from quantkit.calibration.observing.layer_modules import find_modules
 from quantkit.cli.hessian_command import hessian as command
 from quantkit.errors import ArtefactError, RecipeError
-from quantkit.models.source import open_encoders, open_model
-from quantkit.models.treated import encoders_of
+from quantkit.models import component_kinds
+from quantkit.models.source import open_model, open_others
+from quantkit.models.treated import others_of
 from quantkit.pipelines.running import load_pipeline, run_prompts
 from quantkit.progress import silent
+from quantkit.recipe.component_recipes import EncoderRecipe
 from quantkit.recipe.schema import Recipe
 from quantkit.workflow.build import build
 from quantkit.workflow.pack import Forecast, pack
@@ -71,7 +73,7 @@ def taken(model, tmp_path_factory):
 
 def test_prompts_are_encoded_and_not_denoised(model, taken):
     found, denoised = taken
-    encoders = {encoder.name for encoder in open_encoders(model)}
+    encoders = {encoder.name for encoder in open_others(model, [component_kinds.ENCODERS])}
     assert set(found.index.digests) == encoders
     assert denoised == 0
 
@@ -79,7 +81,7 @@ def test_prompts_are_encoded_and_not_denoised(model, taken):
 def test_stored_moments_are_those_of_the_rows_that_the_pipeline_has_encoded(model, taken):
     found, _ = taken
     pipe = load_pipeline(model, torch.device("cpu"))
-    for encoder, own in encoders_of(model, recipe_with()):
+    for encoder, own in others_of(model, recipe_with()):
         layers = layers_to_pack(encoder, own)
         seen = raw_inputs(pipe, encoder.name, layers)
         for layer in layers:
@@ -137,7 +139,7 @@ def test_filling_counts_as_much_as_the_text(ids, rows):
 
 
 def test_denoisers_are_observed_where_anything_of_theirs_needs_it(model):
-    encoders = {encoder.name for encoder in open_encoders(model)}
+    encoders = {encoder.name for encoder in open_others(model, [component_kinds.ENCODERS])}
     denoisers = {component.name for component in model.components}
     gptq = {"format": "int8", "rounding": "gptq"}
     wanted = {
@@ -155,7 +157,9 @@ def test_layers_that_are_rounded_otherwise_are_not_observed(model):
         "keep": ["*.SelfAttention.q"],
     }
     found = moment_layers(model, recipe_with(section))
-    kept = {encoder.name for encoder in open_encoders(model)} - {"text_encoder"}
+    kept = {encoder.name for encoder in open_others(model, [component_kinds.ENCODERS])} - {
+        "text_encoder"
+    }
     # Where nothing is rounded by GPTQ, moments are for the masks of denoisers.
     assert set(found) == (kept or {component.name for component in model.components})
     assert not any(".q" in layer.name for name in kept for layer in found[name])
@@ -168,7 +172,7 @@ def test_embeddings_lose_less_than_without_moments(model, taken, tmp_path, fmt):
         summary = pack(model, output=tmp_path / name, recipe=recipe_with(name), hessians=hessians)
         assert {c.name for c in summary.components} > set(found.index.digests)
     pipe = load_pipeline(model, torch.device("cpu"))
-    for encoder in open_encoders(model):
+    for encoder in open_others(model, [component_kinds.ENCODERS]):
         cls = encoder_class(encoder.class_name)
         ids = getattr(pipe, encoder.name.replace("text_encoder", "tokenizer"))(
             list(PROMPTS), padding="max_length", max_length=LENGTHS[encoder.class_name],
@@ -207,7 +211,7 @@ def tensors(path):
 def test_an_encoder_alone_takes_the_moments_of_its_pipeline(tmp_path):
     model = open_model(tiny_pipeline(tmp_path / "model"))
     found = take(model, recipe_with(), tmp_path / "h")
-    (encoder,) = open_encoders(model)
+    (encoder,) = open_others(model, [component_kinds.ENCODERS])
     alone = pack(encoder.path, output=tmp_path / "alone", recipe=recipe_with(), hessians=found)
     pack(model, output=tmp_path / "whole", recipe=recipe_with(), hessians=found)
     assert sum(alone.by_scheme().values()) > 0
@@ -235,7 +239,7 @@ def test_layers_are_found_under_the_names_of_transformers(class_name, tmp_path):
     make_encoder(class_name).half().save_pretrained(tmp_path)
     component = open_model(tmp_path).components[0]
     loaded = encoder_class(class_name).from_pretrained(tmp_path)
-    layers = layers_to_pack(component, recipe_with("int4").for_encoder(""))
+    layers = layers_to_pack(component, recipe_with("int4").for_component(EncoderRecipe, ""))
     found = find_modules(loaded, layers, "text_encoder")
     assert len(found) == len(set(map(id, found.values()))) == len(layers) > 0
     weights = {name: tuple(module.get_parameter("weight").shape) for name, module in found.items()}

@@ -5,7 +5,9 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import quantkit
 from quantkit.errors import CheckpointError, InputError, ModelError
 from quantkit.interchange.original_layouts import LAYOUTS
 from tests.comfyui.conftest import denoiser_of
@@ -83,6 +85,26 @@ def test_text_encoders_and_vae_are_loaded(packed, tmp_path):
     assert "text_projection.weight" in clip
     assert given["model_options"]["custom_operations"].Linear
     assert "decoder.conv_in.weight" in load_vae(packed("sd3")).state
+
+
+def test_a_packed_vae_is_loaded_dense(pipeline_dir, tmp_path):
+    from quantkit.comfyui.loading import load_vae
+
+    quantkit.pack(
+        pipeline_dir,
+        output=tmp_path / "packed",
+        recipe=quantkit.load_recipe("fp8", {"vae": "int8"}),
+    )
+    state = load_vae(tmp_path / "packed").state
+    (file,) = (pipeline_dir / "vae").glob("*.safetensors")
+    dense = load_file(file)
+    assert {n: (t.shape, t.dtype) for n, t in state.items()} == {
+        n: (t.shape, t.dtype) for n, t in dense.items()
+    }
+    for name, tensor in dense.items():
+        torch.testing.assert_close(state[name], tensor, atol=0.02, rtol=0, msg=name)
+    assert not torch.equal(state["decoder.mid_block.resnets.0.conv1.weight"],
+                           dense["decoder.mid_block.resnets.0.conv1.weight"])  # fmt: skip
 
 
 def test_encoders_have_the_names_of_published_files(tmp_path):

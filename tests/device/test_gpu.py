@@ -47,7 +47,7 @@ from tests.support.threads import run_in_threads
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu")]
 
 GEMMS = of_family("gemm")
-QUANTIZE = [op for op in OPS.values() if op.name.startswith("quantize")]
+QUANTIZE = [op for op in OPS.values() if op.family in ("quantize_static", "quantize_token")]
 VARIANTS = [v for op in GEMMS for v in covering_variants(op, pairs=False)]
 GEGLU = of_family("geglu")
 CONVS = of_family("conv")

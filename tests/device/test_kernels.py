@@ -36,7 +36,7 @@ from tests.support.kernel_cases import (
     variants_of,
 )
 
-QUANTIZE = [op for op in OPS.values() if op.name.startswith("quantize")]
+QUANTIZE = [op for op in OPS.values() if op.family in ("quantize_static", "quantize_token")]
 GEMMS = of_family("gemm")
 
 

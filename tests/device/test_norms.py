@@ -7,6 +7,7 @@ from torch.nn import functional
 from quantkit.device import compilers
 from quantkit.device.backends import Backend, use
 from quantkit.errors import KernelError, ShapeError
+from quantkit.numerics.conv_windows import Windows
 from tests.support.kernel_cases import DTYPES, need, operate
 
 FORMATS = {"fp8": "e4m3fn", "int8": "int8"}
@@ -204,3 +205,53 @@ def test_a_gpu_gives_the_references_bits_of_pictures(size, dtype):
         with use(Backend.REFERENCE):
             assert torch.equal(found.cpu(), normed_pictures("fp8", *x, groups, activation=""))
             assert torch.equal(wide.cpu(), wide_pictures(*x, groups, activation=""))
+
+
+#: Windows of every kind: padded, skipped, apart, wider than a lane's held runs, single pixels.
+WINDOWS = (
+    ((9, 7), 16, Windows((3, 3), padding=(1, 1, 1, 1))),
+    ((9, 7), 8, Windows((3, 3), (2, 2), padding=(0, 1, 0, 1))),
+    ((12, 6), 24, Windows((5, 1), (1, 2), (2, 1), (3, 0, 2, 4))),
+    ((3, 4), 520, Windows((3, 3), padding=(1, 1, 1, 1))),
+    ((4, 3), 40, Windows((1, 1))),
+)
+
+
+@pytest.mark.parametrize(("size", "channels", "windows"), WINDOWS, ids=str)
+@pytest.mark.parametrize("io", DTYPES)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_codes_of_windows_are_those_of_unfolded_rows(size, channels, windows, io, kind):
+    """The unfolded rows are torch's own, taps in the order of a weight with channels last."""
+    generator = torch.Generator().manual_seed(channels)
+    x = torch.randn(2, *size, channels, generator=generator).to(DTYPES[io])
+    smooth = torch.rand(channels, generator=generator) + 0.5 if kind == "int8" else None
+    x[1, 1, 1, channels - 1] = torch.nan
+    x[0] = 0 if windows.are_pixels else x[0]
+    left, right, top, bottom = windows.padding
+    padded = functional.pad(x.float().permute(0, 3, 1, 2), (left, right, top, bottom))
+    rows = functional.unfold(padded, windows.kernel, windows.dilation, 0, windows.stride)
+    rows = rows.unflatten(1, (channels, windows.taps)).permute(0, 3, 2, 1).to(x.dtype).flatten(2)
+    rows = rows.flatten(0, 1).contiguous()
+    factors = None if smooth is None else smooth.repeat(windows.taps)
+    wanted = operate(f"quantize_{kind}_token", rows, factors, FORMATS[kind])
+    found = operate(f"quantize_{kind}_windows", x, smooth, windows.numbers, FORMATS[kind])
+    assert torch.equal(found[0].nan_to_num(-1), wanted[0].nan_to_num(-1))
+    seen = ~wanted[0].isnan()
+    assert torch.equal(found[1][seen], wanted[1][seen])
+    assert 0 < seen.sum() < len(seen)
+
+
+@pytest.mark.parametrize(
+    ("x", "smooth", "match"),
+    [
+        (torch.randn(1, 4, 4, 12), None, "C a multiple of 8"),
+        (torch.randn(4, 4, 16), None, r"expected \(B, H, W, C\)"),
+        (torch.randn(1, 2, 4, 16), None, "no window fits"),
+        (torch.randn(1, 4, 4, 16), torch.ones(144), "smooth"),
+    ],
+    ids=["channels", "axes", "window", "smooth"],
+)
+def test_windows_that_no_kernel_reads_are_refused(x, smooth, match):
+    windows = Windows((3, 3), padding=(1, 1, 0, 0))
+    with pytest.raises(ShapeError, match=match):
+        operate("quantize_int8_windows", x, smooth, windows.numbers, "int8")

@@ -18,10 +18,16 @@ from quantkit.models.layer_plan import plan_layers
 from quantkit.models.recommended import tuned
 from quantkit.models.source import open_model
 from quantkit.recipe.calibration import CalibrationRecipe
+from quantkit.recipe.component_recipes import (
+    ComponentOverride,
+    EncoderOverride,
+    EncoderRecipe,
+    VaeRecipe,
+)
 from quantkit.recipe.fields import matches
 from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.recipe.load import change_recipe, load_recipe, parse_recipe, recipe_names
-from quantkit.recipe.schema import EncoderOverride, EncoderRecipe, Override, Recipe
+from quantkit.recipe.schema import Override, Recipe
 from quantkit.storage.yamlfile import MAX_BYTES, parse_yaml
 from quantkit.workflow.arguments import opened
 from tests.golden.make_keys import MODELS
@@ -350,6 +356,8 @@ def test_documented_keys_are_all_there_are():
     assert set(documented["overrides"][0]) == set(Override.model_fields)
     assert set(documented["text_encoders"]) == set(EncoderRecipe.model_fields)
     assert set(documented["text_encoders"]["overrides"][0]) == set(EncoderOverride.model_fields)
+    assert set(documented["vae"]) == set(VaeRecipe.model_fields)
+    assert set(documented["vae"]["overrides"][0]) == set(ComponentOverride.model_fields)
     assert not [name for name in recipe_names() if f"`{name}`" not in page]
 
 

@@ -119,6 +119,7 @@ COSTS: Mapping[str, Cost] = {
     "head_factors": Cost(ATTENTION, 4, summed=True),
     "quantize_static": Cost(SMALL, 20),
     "quantize_token": Cost(SMALL, 24, summed=True),
+    "quantize_windows": Cost(SMALL, 32, summed=True),
     "group_partials": Cost(NORMS, 4, summed=True),
     "group_norm": Cost(NORMS, 30),
     "group_norm_codes": Cost(NORMS, 40),

@@ -19,7 +19,7 @@ from quantkit.calibration.observing.collect import layers_to_pack
 from quantkit.errors import OutputError, PromptError, QuantkitError
 from quantkit.models.component_layers import Layer
 from quantkit.models.source import Component, Model
-from quantkit.models.treated import encoders_of
+from quantkit.models.treated import others_of
 from quantkit.pipelines.own_inputs import OwnInputs
 from quantkit.pipelines.running import (
     choose_device,
@@ -111,7 +111,7 @@ def moment_layers(model: Model, recipe: Recipe) -> dict[str, tuple[Layer, ...]]:
         model: a pipeline, or a component.
         recipe: what is packed, and how.
     """
-    layers = {encoder.name: _rounded(encoder, own) for encoder, own in encoders_of(model, recipe)}
+    layers = {encoder.name: _rounded(encoder, own) for encoder, own in others_of(model, recipe)}
     layers = {name: found for name, found in layers.items() if found}
     if layers and not recipe.denoisers_need_hessians:
         return layers

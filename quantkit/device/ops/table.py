@@ -12,13 +12,21 @@ from quantkit.device.ops.attention import (
 )
 from quantkit.device.ops.norms import group_norm, observe, quantize
 from quantkit.device.ops.op import Op, Variant, all_variants
-from quantkit.device.ops.products import conv, geglu, gemm, project_gelu, weight_only
+from quantkit.device.ops.products import (
+    conv,
+    geglu,
+    gemm,
+    project_gelu,
+    quantize_windows,
+    weight_only,
+)
 from quantkit.errors import KernelError
 
 OPS: dict[str, Op] = {
     op.name: op
     for rows in (
         quantize.OPS,
+        quantize_windows.OPS,
         group_norm.OPS,
         gemm.OPS,
         project_gelu.OPS,

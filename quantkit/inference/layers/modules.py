@@ -21,12 +21,14 @@ from quantkit.device.ops.table import name_for
 from quantkit.device.torch_operators import OPERATORS, operator_for
 from quantkit.errors import CheckpointError, ShapeError
 from quantkit.inference.layers.head_scales import FoldedScales
-from quantkit.inference.layers.input_codes import Coded
+from quantkit.inference.layers.input_codes import Coded, quantize_windows
 from quantkit.inference.layers.launch_cache import addresses_of, key_of
 from quantkit.inference.layers.packed_layer import PackedLayer
 from quantkit.inference.layers.quantized_input import QuantizedInput
 from quantkit.inference.layers.timestep_buckets import TimestepBuckets
 from quantkit.inference.layers.weight_only_layers import are_few, why_dequantized
+from quantkit.inference.pictures.content import Product, Stored, whole
+from quantkit.inference.pictures.deferred import convolved
 from quantkit.models.skeleton import why_not_packed
 from quantkit.numerics.conv_windows import Windows
 from quantkit.numerics.granularity import PerGroup
@@ -214,6 +216,8 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc, override]  # a
 
     kind: Kind = "conv2d"
     dense_class = nn.Conv2d
+    #: outside of autograd, results may be ``Deferred``
+    defers = False
 
     def __init__(
         self,
@@ -241,15 +245,33 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc, override]  # a
     def _batched_forward(self, x: Tensor) -> Tensor:
         if self.scheme.activation is Activation.NONE:
             return self._dequantized_forward(x)
-        pixels = x.permute(0, 2, 3, 1)
-        if self.scheme.activation is Activation.STATIC:
-            y = self._convolve(pixels, x.dtype)
+        if self.scheme.activation is Activation.TOKEN:
+            if self._may_defer():
+                return convolved(self, x)
+            y = self._by_bands(x)
         else:
-            windows = self.windows.unfold(pixels.contiguous())
-            rows = self._quantize(windows.reshape(-1, self.k), self.windows.taps)
-            y = self._multiply(rows, x.dtype).reshape(*windows.shape[:3], self.n)
-        y = y.permute(0, 3, 1, 2)
+            y = self._convolve(x.permute(0, 2, 3, 1), x.dtype).permute(0, 3, 1, 2)
         return y.contiguous() if x.is_contiguous() else y
+
+    def _may_defer(self) -> bool:
+        """Tell whether nobody looks at the result but the code that comes next."""
+        plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return self.defers and plain and not is_watched(self)
+
+    def _by_bands(self, x: Tensor) -> Tensor:
+        product = Product(self, Stored(x))
+        if torch.compiler.is_compiling():
+            # The compiler fuses what unfolds with what quantizes.
+            return product.lines(0, product.shape[1]).permute(0, 3, 1, 2)
+        return whole(product)
+
+    def multiply_windows(self, pixels: Tensor, windows: Windows) -> Tensor:
+        """Return products (B, OH, OW, N) of windows of (B, H, W, C), each with a scale."""
+        smooth, fmt = self._part("input_smooth"), self.scheme.input
+        coded = quantize_windows(pixels, smooth, windows, fmt)
+        outputs = windows.outputs(*pixels.shape[1:3])
+        y = self._multiply(coded, pixels.dtype)
+        return y.reshape(len(pixels), *outputs, self.n)
 
     def _convolve(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """Return (B, OH, OW, N) of (B, H, W, C), each pixel quantized once."""

@@ -99,7 +99,8 @@ def _sample(
     return (x, smooth, *scale), (variant.word("QK_X_FORMAT"),)
 
 
-_EXACT = Budget(
+#: Of results that follow from exact operations alone.
+EXACT = Budget(
     0.0, 0.0, (0.0, 0.0), "divide, clamp and round are exact operations: bytes equal torch's"
 )
 _X = Argument("x", "io", "[m, k]")
@@ -161,7 +162,7 @@ def _op(
         check=_check,
         outputs=outputs,
         reference=reference,
-        budget=_EXACT,
+        budget=EXACT,
         sample=_sample,
     )
 

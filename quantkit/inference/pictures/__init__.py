@@ -1,0 +1,1 @@
+"""Pictures between packed convolutions, made a band of lines at a time."""
