@@ -186,8 +186,8 @@ def choose_edges(activation: ActivationRecipe, edges: tuple[float, ...]) -> tupl
     if stored % expected:
         raise RecipeError(
             f"activation.buckets {expected}: the calibration has {stored} buckets, which cannot be "
-            f"merged into {expected}; set it to auto or to a divisor of {stored}, or set "
-            f"calibration.buckets to {expected} and run 'quantkit calibrate model' again"
+            f"merged into {expected}; set it to auto or to a divisor of {stored}, or run "
+            f"'quantkit calibrate model MODEL --set calibration.buckets={expected} -o OUTPUT'"
         )
     step = stored // expected
     return edges[step - 1 :: step]

@@ -12,6 +12,7 @@ from quantkit.calibration.statistics.layer_statistics import tell_unseen
 from quantkit.models.recipe_check import refuse_unmatched_encoders
 from quantkit.models.source import Model
 from quantkit.progress import Progress, silent
+from quantkit.recipe.recommended import DEFAULT
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.places import check_directory, check_room, refuse_overlap
 from quantkit.workflow.arguments import (
@@ -92,7 +93,7 @@ class TakenMoments:
 def calibrate_hessians(
     model: ModelLike,
     *,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike = DEFAULT,
     output: str | Path,
     prompts: PromptsLike | None = None,
     count: int | None = None,

@@ -13,6 +13,7 @@ from quantkit.models.pipeline_index import denoiser_names
 from quantkit.models.recommended import tuned
 from quantkit.packing.dry_run import missing_artefacts
 from quantkit.progress import Progress, silent
+from quantkit.recipe.recommended import DEFAULT
 from quantkit.workflow.arguments import (
     CalibrationLike,
     HessiansLike,
@@ -34,7 +35,7 @@ _MADE_BY = {"calibration": "model", "hessians": "hessian"}
 
 def quantize(
     pipe: Any,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike = DEFAULT,
     *,
     calibration: CalibrationLike | None = None,
     hessians: HessiansLike | None = None,

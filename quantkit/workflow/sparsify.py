@@ -7,6 +7,7 @@ from typing import Any
 
 from quantkit.progress import Progress, silent
 from quantkit.recipe.load import change_recipe
+from quantkit.recipe.recommended import DEFAULT
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import MaskSet, save_masks
 from quantkit.storage.files import write_or_keep
@@ -64,7 +65,7 @@ def masks_to_json(masks: MaskSet, written: Path | None) -> dict[str, Any]:
 def sparsify(
     model: ModelLike,
     *,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike = DEFAULT,
     output: str | Path | None = None,
     calibration: CalibrationLike | None = None,
     hessians: HessiansLike | None = None,
