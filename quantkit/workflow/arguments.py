@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
-from quantkit.errors import ModelError, RecipeError
+from quantkit.errors import ModelError, PromptError, RecipeError
 from quantkit.models.recipe_check import refuse_unmatched
 from quantkit.models.recommended import tuned
 from quantkit.models.source import Model, SingleFile, of_family, open_model
@@ -172,11 +172,17 @@ def with_prompts(
         count: use the first so many; None: all of those given.
 
     Raises:
-        InputError: prompts that cannot be read.
+        InputError: prompts that cannot be read, or fewer than the count.
         RecipeError: a count out of range.
     """
     texts = as_prompts(prompts)
     if count is None and prompts is None:
         return recipe, texts
     expected = len(texts) if count is None else count
+    if expected > len(texts):
+        raise PromptError(
+            f"{prompts if isinstance(prompts, str | Path) else 'prompts'}: {len(texts)} prompts, "
+            f"expected {expected}; lower the count or give more prompts",
+            fields=("count", "prompts"),
+        )
     return change_recipe(recipe, {"calibration.prompts": expected}), texts

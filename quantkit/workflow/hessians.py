@@ -15,6 +15,7 @@ from quantkit.progress import Progress, silent
 from quantkit.recipe.recommended import DEFAULT
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.places import check_directory, check_room, refuse_overlap
+from quantkit.storage.sizes import tell_bytes
 from quantkit.workflow.arguments import (
     ModelLike,
     PromptsLike,
@@ -46,7 +47,7 @@ class MomentPlan:
     def __repr__(self) -> str:
         """Return a line for each component."""
         return "\n".join(
-            f"second moments: {len(found.layers)} layers, {found.nbytes:,} bytes, "
+            f"second moments: {len(found.layers)} layers, {tell_bytes(found.nbytes)}, "
             f"{found.groups} runs of the prompts"
             for found in self.components.values()
         )

@@ -28,6 +28,7 @@ from quantkit.storage.copying import is_weight, list_files
 from quantkit.storage.files import staged_directory
 from quantkit.storage.inputfile import open_file
 from quantkit.storage.places import check_directory, refuse_overlap
+from quantkit.storage.sizes import tell_bytes
 
 _LOG = logging.getLogger("quantkit")
 #: What the marker calls a folder of the cache, and an imported one.
@@ -62,7 +63,7 @@ class Imported:
         """Return it in a line."""
         return (
             f"{self.format}, {self.layout}: {sum(self.types.values())} tensors, "
-            f"{self.nbytes:,} bytes"
+            f"{tell_bytes(self.nbytes)}"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -242,7 +242,7 @@ def test_a_run_says_what_it_will_do_and_how_long_it_took(stopped):
 def test_a_run_that_has_no_room_is_refused_first(stopped, monkeypatch):
     folder, start = stopped
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(OutputError, match="1,000 bytes free, expected"):
+    with pytest.raises(OutputError, match=r"1\.00 kB free, expected"):
         start(force=True)
     assert not (folder / "packed").exists()
 
