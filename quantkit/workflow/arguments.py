@@ -13,6 +13,7 @@ from quantkit.recipe.load import change_recipe, load_recipe
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.jsonfile import short
 from quantkit.storage.yamlfile import parse_yaml
+from quantkit.workflow.paths import refuse_nowhere
 
 if TYPE_CHECKING:
     from quantkit.calibration.moments.moment_files import Hessians
@@ -45,6 +46,7 @@ def as_model(model: ModelLike, *, variant: str | None = None) -> Model:
         return open_single_file(model)
     if isinstance(model, Model):
         return model
+    refuse_nowhere(model)
     return open_model(model, variant=variant)
 
 

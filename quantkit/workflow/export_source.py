@@ -85,12 +85,32 @@ def packed_source(path: Path, *, encoders: bool) -> Source:
     """
     found = open_packed(path).components
     components = [c for c in found if _is_encoder(c.path) == encoders]
-    if not components:
-        what, other = ("text encoder", "denoiser") if encoders else ("denoiser", "text encoder")
+    if not components and encoders:
         raise InputError(
-            f"{path}: no packed {what}, only a {other}; choose another target", fields=("to",)
+            f"{path}: no packed text encoder, only a denoiser; choose another target",
+            fields=("to",),
         )
+    if not components:
+        raise _encoder_alone(path)
     return Source(path, tuple(Part(c.name, packed_denoiser(c)) for c in components))
+
+
+def refuse_encoder(model: Model) -> None:
+    """Refuse a 16-bit text encoder as the source of a target for denoisers.
+
+    Raises:
+        InputError: it is one.
+    """
+    if not model.is_pipeline and _is_encoder(model.components[0].path):
+        raise _encoder_alone(model.path)
+
+
+def _encoder_alone(path: Path) -> InputError:
+    return InputError(
+        f"{path}: a text encoder, and the target takes denoisers; export it to compressed-tensors, "
+        "or load its packed pipeline in ComfyUI with quantkit's nodes (docs/guides/comfyui.md)",
+        fields=("to",),
+    )
 
 
 def dense_source(model: ModelLike) -> Source:
