@@ -186,8 +186,9 @@ def choose_edges(activation: ActivationRecipe, edges: tuple[float, ...]) -> tupl
     if stored % expected:
         raise RecipeError(
             f"activation.buckets {expected}: the calibration has {stored} buckets, which cannot be "
-            f"merged into {expected}; set it to auto or to a divisor of {stored}, or run "
-            f"'quantkit calibrate model MODEL --set calibration.buckets={expected} -o OUTPUT'"
+            f"merged into {expected}; set it to auto or to a divisor of {stored}, or set "
+            f"calibration.buckets to {expected} for 'quantkit calibrate model MODEL -o OUTPUT'",
+            fields=("calibration.buckets",),
         )
     step = stored // expected
     return edges[step - 1 :: step]

@@ -98,6 +98,12 @@ def packed_source(path: Path, *, encoders: bool) -> Source:
 def refuse_encoder(model: Model) -> None:
     """Refuse a 16-bit text encoder as the source of a target for denoisers.
 
+    Args:
+        model: opened.
+
+    Returns:
+        nothing.
+
     Raises:
         InputError: it is one.
     """
