@@ -1,4 +1,4 @@
-"""quantkit: pack diffusers pipelines to INT8, INT4, FP8 and 4:2, validate them, load them back.
+"""quantkit: pack diffusers pipelines to INT8, INT4, FP8 and 2:4, validate them, load them back.
 
 Importing this package is enough for ``DiffusionPipeline.from_pretrained`` to load a packed
 directory. It imports nothing heavy: torch and diffusers come with the first call that needs them.
