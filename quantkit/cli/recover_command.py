@@ -8,7 +8,15 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.command import Command
-from quantkit.cli.console import command_line, echo, print_error, print_json, progress_bar, say
+from quantkit.cli.console import (
+    command_line,
+    echo,
+    print_error,
+    print_json,
+    print_verdict,
+    progress_bar,
+    say,
+)
 from quantkit.cli.recovery_options import masks_output, recovery_options, take_training
 
 
@@ -75,13 +83,17 @@ def recover(method: str, quiet: bool, as_json: bool, **given: Any) -> None:
     else:
         echo(*f"{given['output']}: {found}".split("\n"))
     if isinstance(found, Recovery) and found.change is not None and found.change.is_worse:
-        _say_worse(given["output"])
+        _say_worse(given["output"], as_json=as_json)
         sys.exit(1)
 
 
-def _say_worse(output: Path) -> None:
-    """Print on stderr that a training did harm, and what to do."""
-    print_error(
-        f"{output}: the pictures are worse than before; train longer (--minutes, --steps), or "
-        "with a smaller --rate"
+def _say_worse(output: Path, *, as_json: bool) -> None:
+    """Print in red that a training did harm, and what to do; on stderr beside JSON."""
+    text = (
+        f"{output}: the pictures are worse than before; train longer (--minutes, --steps), or with "
+        "a smaller --rate"
     )
+    if as_json:
+        print_error(text)
+    else:
+        print_verdict(text, passed=False)

@@ -482,3 +482,16 @@ def test_masks_alone_are_trained_in_sixteen_bit(pipeline_dir, masks, tmp_path, f
     given = ("-o", tmp_path / "out", "--masks", tmp_path / "masks", "-n", "--json", *flags)
     found = json.loads(command(pipeline_dir, *given).stdout)
     assert found == {"written": None, "masked": 71, "quantized": quantized}
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=["words", "json"])
+@pytest.mark.parametrize("end", [0.5, 0.7])
+def test_the_command_ends_with_1_where_pictures_became_worse(monkeypatch, tmp_path, end, more):
+    looks = [ScoredStep(step, ValidationScore("SSIM", v)) for step, v in ((0, 0.6), (4, end))]
+    points = (TrainingProgress(4, 0.1, 1.0, 1.0, looks[1].score),)
+    found = Recovery("distill", tmp_path, None, 1, points, 1, 0.0, *looks)
+    monkeypatch.setattr("quantkit.workflow.recover.recover", lambda *_, **__: found)
+    result = command(tmp_path, "-o", tmp_path / "out", *more)
+    worse = "the pictures are worse than before; train longer (--minutes, --steps)"
+    assert (result.exit_code, worse in result.output) == ((1, True) if end < 0.6 else (0, False))
+    assert more == () or json.loads(result.stdout)["change"] == ("worse" if end < 0.6 else "better")
