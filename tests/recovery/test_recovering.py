@@ -487,9 +487,9 @@ def test_masks_alone_are_trained_in_sixteen_bit(pipeline_dir, masks, tmp_path, f
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=["words", "json"])
 @pytest.mark.parametrize("end", [0.5, 0.7])
 def test_the_command_ends_with_1_where_pictures_became_worse(monkeypatch, tmp_path, end, more):
-    looks = [ScoredStep(step, ValidationScore("SSIM", v)) for step, v in ((0, 0.6), (4, end))]
-    points = (TrainingProgress(4, 0.1, 1.0, 1.0, looks[1].score),)
-    found = Recovery("distill", tmp_path, None, 1, points, 1, 0.0, *looks)
+    first, last = (ScoredStep(s, ValidationScore("SSIM", v)) for s, v in ((0, 0.6), (4, end)))
+    points = (TrainingProgress(4, 0.1, 1.0, 1.0, last.score),)
+    found = Recovery("distill", tmp_path, None, 1, points, 1, 0.0, first, last)
     monkeypatch.setattr("quantkit.workflow.recover.recover", lambda *_, **__: found)
     result = command(tmp_path, "-o", tmp_path / "out", *more)
     worse = "the pictures are worse than before; train longer (--minutes, --steps)"
