@@ -292,6 +292,7 @@ VERDICTS = re.compile(r"\b(0\.\d{3})\b(?:[^`]|`[^`]*`)*?exit code (\d)")
 
 @pytest.mark.slow
 @pytest.mark.exhaustive  # ten minutes and more
+@pytest.mark.timeout(3600)
 def test_tutorial_as_it_stands_gives_what_it_says(tmp_path, monkeypatch):
     page = ROOT / "docs" / "tutorial.md"
     text = page.read_text("utf-8")
