@@ -145,11 +145,9 @@ def _dequantized(state: Mapping[str, Tensor]) -> State:
     }
 
 
-def _read_fp8r(path: Path, source: Source) -> State | None:
+def _read_fp8r(path: Path, source: Source) -> State:
     from diffusers import BFLQuantizationConfig
 
-    if not hasattr(source.model, "from_single_file"):
-        return None
     model = type(source.model).from_single_file(
         load_file(path),
         config=str(source.folder),
@@ -176,8 +174,8 @@ class Target:
     packages: tuple[str, ...]
     #: what they read it by
     reader: str
-    #: returns the weights, dequantized, in the model's names; None: no class reads the file
-    read: Callable[[Path, Source], State | None]
+    #: returns the weights, dequantized, in the model's names
+    read: Callable[[Path, Source], State]
 
 
 _COMFYUI = Target(
@@ -229,9 +227,15 @@ REFUSALS = (
         "transformers reads text encoders, so the target takes them alone.",
     ),
     Refusal(
-        "says nothing of text encoders",
+        "no program reads it from fp8r",
+        "no reader",
+        "diffusers has no `from_single_file` of the class, and nothing else reads the file.",
+    ),
+    Refusal(
+        "a text encoder, and the target takes denoisers",
         "encoder",
-        "the target is for denoisers; text encoders go to `compressed-tensors`.",
+        "the target is for denoisers; text encoders go to `compressed-tensors`, or into ComfyUI "
+        "with quantkit's [nodes](../guides/comfyui.md).",
     ),
 )
 
@@ -242,15 +246,14 @@ class Cell:
 
     #: of the bytes of the 16-bit tensors; None: it is refused
     share: float | None = None
-    #: relative error of the weights that the target changes; None: nothing reads the file
+    #: relative error of the weights that the target changes; None: it is refused
     error: float | None = None
     refused: str = ""
 
     def __str__(self) -> str:
         if self.share is None:
             return self.refused
-        error = "no reader" if self.error is None else f"{self.error:.2g}"
-        return f"{error}, {self.share * 100:.0f} %"
+        return f"{self.error:.2g}, {self.share * 100:.0f} %"
 
 
 @dataclass(frozen=True)
@@ -308,8 +311,7 @@ def _cell(found: Exported, target: Target, source: Source) -> Cell:
         return Cell(refused=found.refused)
     weights = [load_file(path) for path in source.folder.glob("*.safetensors")]
     dense = sum(tensor.nbytes for tensors in weights for tensor in tensors.values())
-    read = target.read(found.path, source)
-    error = None if read is None else _error(read, source.model.state_dict())
+    error = _error(target.read(found.path, source), source.model.state_dict())
     return Cell(found.nbytes / dense, error)
 
 
@@ -348,10 +350,9 @@ converters hold the width of a published model; the width of the tiny model stan
 
 ## Cells without figures
 
-quantkit refuses the first four in one line, before anything is written:
+quantkit refuses them in one line, before anything is written:
 
-{refusals}- *no reader*: the file is written, but diffusers has no `from_single_file` of the class.
-
+{refusals}
 ## What ran by hand
 
 No package that the tests install has ComfyUI's loader, ComfyUI-GGUF or stable-diffusion.cpp. These

@@ -60,8 +60,8 @@ RADEON = {
     "float16, replayed": "f16-replayed",
     "FP8, replayed": "fp8-static-replayed",
     "FP8, attention in FP8": "fp8-static-replayed-e4m3fn-attention",
-    "4:2, replayed": "sparse-static-replayed",
-    "4:2, attention in FP8": "sparse-static-replayed-e4m3fn-attention",
+    "2:4, replayed": "sparse-static-replayed",
+    "2:4, attention in FP8": "sparse-static-replayed-e4m3fn-attention",
 }
 #: What every family is estimated for, on the same card.
 FAMILIES = {

@@ -24,7 +24,7 @@ RUNS = 7
 #: What is timed, and the recipe: a bundled name or YAML.
 RECIPES = {
     "fp8": "fp8",
-    "4:2 + fp8": """
+    "2:4 + fp8": """
 name: fp8-magnitude
 weight: {format: e4m3fn, granularity: channel, observer: amax}
 activation: {mode: token}

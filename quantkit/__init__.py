@@ -1,4 +1,4 @@
-"""quantkit: pack diffusers pipelines to INT8, INT4, FP8 and 4:2, validate them, load them back.
+"""quantkit: pack diffusers pipelines to INT8, INT4, FP8 and 2:4, validate them, load them back.
 
 Importing this package is enough for ``DiffusionPipeline.from_pretrained`` to load a packed
 directory. It imports nothing heavy: torch and diffusers come with the first call that needs them.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from quantkit.workflow.inspect import inspect as inspect
     from quantkit.workflow.optimize import optimize as optimize
     from quantkit.workflow.pack import pack as pack
+    from quantkit.workflow.quantize import quantize as quantize
     from quantkit.workflow.recover import recover as recover
     from quantkit.workflow.recovery_settings import Training as Training
     from quantkit.workflow.run import run as run
@@ -57,6 +58,7 @@ _HOMES = {
     "open_model": "models.source",
     "optimize": "workflow.optimize",
     "pack": "workflow.pack",
+    "quantize": "workflow.quantize",
     "recover": "workflow.recover",
     "replay": "pipelines.replay",
     "run": "workflow.run",
@@ -86,6 +88,7 @@ __all__ = [
     "open_model",
     "optimize",
     "pack",
+    "quantize",
     "recover",
     "replay",
     "run",

@@ -62,11 +62,11 @@ class DemoPlan:
 
 
 _ONE_SHOT = (
-    "One-shot 4:2 drops half of the weights of every layer and trains nothing afterwards, so the "
+    "One-shot 2:4 drops half of the weights of every layer and trains nothing afterwards, so the "
     "pictures change; 'quantkit recover --masks' brings them back."
 )
 _REFITTED = (
-    "Without training, kept weights and biases make up for much of what one-shot 4:2 drops; "
+    "Without training, kept weights and biases make up for much of what one-shot 2:4 drops; "
     "'quantkit recover --masks' makes up for the rest."
 )
 
@@ -125,7 +125,7 @@ _INT4 = DemoRow(
     """,
 )
 _WANDA = DemoRow(
-    "4:2 by Wanda, and FP8",
+    "2:4 by Wanda, and FP8",
     "wanda-fp8",
     """
     calibrate hessian {model} -r {calibrated} {sampling} -o {out}/hessians
@@ -135,7 +135,7 @@ _WANDA = DemoRow(
     _ONE_SHOT,
 )
 _SPARSEGPT = DemoRow(
-    "4:2 by SparseGPT, refitted, 16 bit",
+    "2:4 by SparseGPT, refitted, 16 bit",
     "sparsegpt",
     """
     calibrate hessian {model} -r {calibrated} {sampling} -o {out}/hessians
@@ -144,7 +144,7 @@ _SPARSEGPT = DemoRow(
     _REFITTED,
 )
 _BUDGET = DemoRow(
-    "4:2 by SparseGPT where it costs little, and FP8",
+    "2:4 by SparseGPT where it costs little, and FP8",
     "budget-fp8",
     """
     calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
@@ -156,7 +156,7 @@ _BUDGET = DemoRow(
 )
 
 _BUDGET_INT8 = DemoRow(
-    "4:2 by SparseGPT where it costs little, and INT8",
+    "2:4 by SparseGPT where it costs little, and INT8",
     "budget-int8",
     """
     calibrate model {model} -r {calibrated} {sampling} -o {out}/calibration
@@ -165,7 +165,7 @@ _BUDGET_INT8 = DemoRow(
     pack {model} -r int8-sparse-budget -c {out}/calibration --hessians {out}/hessians \
 --masks {out}/budget.masks -o {out}/budget-int8
     """,
-    "4:2 within this budget should hold its gates: please report this.",
+    "2:4 within this budget should hold its gates: please report this.",
 )
 
 #: Minutes on two cores. Prompts rather than steps: fewer than these decide no gate of CLIP score.
@@ -196,7 +196,7 @@ FULL = DemoPlan(
         _INT8,
         _INT4,
         DemoRow(
-            "4:2 by magnitude, and FP8",
+            "2:4 by magnitude, and FP8",
             "magnitude-fp8",
             """
             sparsify {model} -r fp8-sparse --set sparsity.method=magnitude {moments} \
@@ -207,7 +207,7 @@ FULL = DemoPlan(
         ),
         _WANDA,
         DemoRow(
-            "4:2 by Wanda, refitted, 16 bit",
+            "2:4 by Wanda, refitted, 16 bit",
             "wanda",
             """
             recover {model} -r fp8-sparse --method obs {moments} -o {out}/wanda
@@ -217,7 +217,7 @@ FULL = DemoPlan(
         _SPARSEGPT,
         _BUDGET,
         DemoRow(
-            "4:2 by magnitude, distilled, 16 bit",
+            "2:4 by magnitude, distilled, 16 bit",
             "distilled",
             """
             sparsify {model} -r fp8-sparse --set sparsity.method=magnitude -o {out}/one-shot.masks
@@ -226,7 +226,7 @@ FULL = DemoPlan(
             """,
         ),
         DemoRow(
-            "4:2 by magnitude, distilled, and FP8",
+            "2:4 by magnitude, distilled, and FP8",
             "distilled-fp8",
             """
             pack {out}/distilled -r fp8-sparse --masks {out}/distilled.masks.safetensors \
@@ -234,7 +234,7 @@ FULL = DemoPlan(
             """,
         ),
         DemoRow(
-            "4:2 by magnitude, distilled as packed, and FP8",
+            "2:4 by magnitude, distilled as packed, and FP8",
             "trained-fp8",
             """
             sparsify {model} -r fp8-sparse --set sparsity.method=magnitude -o {out}/one-shot.masks

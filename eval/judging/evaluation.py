@@ -186,6 +186,8 @@ class Background:
     sensitivity: tuple[Sensitivity, str] | None = None
     #: what calibration saw of the layers' inputs, by timestep
     ranges: RangeMap | None = None
+    #: number of prompts that may be compared; None: not known
+    prompts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -324,7 +326,7 @@ def evaluate(
     ranges = background.ranges and background.ranges.of([(r.component, r.name) for r in layers])
     seen = _count(settings, background)
     report = replace(report, warnings=warnings, calibrated_on=seen, ranges=ranges)
-    steps = find_next_steps(report, _treated(pair, background))
+    steps = find_next_steps(report, _treated(pair, background), prompts=background.prompts)
     return replace(report, next_steps=steps), pairs
 
 

@@ -49,7 +49,7 @@ class Packing:
     layers: int
     packed: int
     sparse: int
-    #: share of the weights of those layers that 4:2 dropped, 0 to 0.5
+    #: share of the weights of those layers that 2:4 dropped, 0 to 0.5
     pruned: float
 
 
@@ -82,7 +82,7 @@ class LayerRow:
     name: str
     kind: str
     shape: tuple[int, ...]
-    #: in words, as "e4m3fn per channel, 4:2, input per token"
+    #: in words, as "e4m3fn per channel, 2:4, input per token"
     format: str
     #: what computed it; "torch" for a layer that was not packed
     backend: str

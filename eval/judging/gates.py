@@ -37,8 +37,8 @@ class Compression(Enum):
     """Compression of the weights, which sets the limit of lost CLIP score."""
 
     QUANTIZED = "quantized"
-    SPARSE = "4:2"
-    BOTH = "quantized and 4:2"
+    SPARSE = "2:4"
+    BOTH = "quantized and 2:4"
     #: nothing: a 16-bit pipeline whose weights are others, as finetuned to be packed
     NONE = "16-bit"
 

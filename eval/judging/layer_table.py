@@ -61,10 +61,10 @@ def foreign_layers(model: Model, packed: Packed) -> tuple[str, ...]:
 
 
 def describe(scheme: Scheme) -> str:
-    """Return a scheme in words, as ``e4m3fn per channel, 4:2, input per token``."""
+    """Return a scheme in words, as ``e4m3fn per channel, 2:4, input per token``."""
     parts = [f"{scheme.weight.name} per {scheme.granularity}"]
     if scheme.sparsity is not None:
-        parts.append("4:2")
+        parts.append("2:4")
     parts.append(_INPUTS[scheme.activation])
     if scheme.buckets:
         parts[-1] += f" ({len(scheme.buckets) + 1} buckets)"

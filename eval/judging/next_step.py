@@ -43,40 +43,50 @@ class Treated:
     schemes: Mapping[str, Scheme]
 
 
-def find_next_steps(report: Report, packed: Treated | None) -> tuple[NextStep, ...]:
+def find_next_steps(
+    report: Report, packed: Treated | None, *, prompts: int | None = None
+) -> tuple[NextStep, ...]:
     """Return what would help, the cheapest first; empty when the gates pass.
 
     Args:
         report: with its gates.
         packed: None where there is no sensitivity.
+        prompts: that there are to compare; None: not known.
     """
     steps = []
     if report.state is State.UNDECIDED:
-        steps.append(more_prompts(report))
+        steps.append(more_prompts(report, prompts))
     if packed is not None and report.state in (State.FAILED, State.UNDECIDED):
         steps.append(_better_layers(report, packed))
     return tuple(step for step in steps if step is not None)
 
 
-def more_prompts(report: Report) -> NextStep | None:
+def more_prompts(report: Report, prompts: int | None = None) -> NextStep | None:
     """Return the run that would decide the open gates; None if no number of prompts would."""
     numbers = [gate.prompts_needed for gate in report.gates if gate.state is State.UNDECIDED]
     if not numbers or None in numbers:
         return None
     count = max(number for number in numbers if number is not None)
     words = f"run about {count} prompts instead of {len(report.run.prompts)} to decide"
+    if prompts is not None and prompts < count:
+        return NextStep(f"{words}; there are {prompts}: give a file of {count} as --prompts", "")
     return NextStep(words, with_count(report.commands[-1], count) if report.commands else "")
 
 
 def with_count(command: str, count: int) -> str:
-    """Return a command line with another --count, over its own output."""
+    """Return a command line with another --count, over its own output.
+
+    A run keeps what it has measured and packed; a report is made anew.
+    """
     words, kept = shlex.split(command), list[str]()
     skip = False
     for word in words:
-        if not skip and not word.startswith("--count=") and word not in ("--count", "--force"):
+        over = word in ("--count", "--force", "--resume") or word.startswith("--count=")
+        if not skip and not over:
             kept.append(word)
         skip = word == "--count" and not skip
-    return shlex.join([*kept, "--count", str(count), "--force"])
+    again = "--resume" if kept[:2] == ["quantkit", "run"] else "--force"
+    return shlex.join([*kept, "--count", str(count), again])
 
 
 def _better_layers(report: Report, packed: Treated) -> NextStep | None:

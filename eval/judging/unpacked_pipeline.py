@@ -76,7 +76,7 @@ def _row(component: str, mine: Layer, theirs: Layer, error: float, *, sparse: bo
         name=mine.name,
         kind=mine.kind,
         shape=mine.shape,
-        format=f"not packed, {theirs.weight.dtype}{', 4:2' * sparse}",
+        format=f"not packed, {theirs.weight.dtype}{', 2:4' * sparse}",
         backend="torch",
         reason="",
         weight_error=error or None,

@@ -23,6 +23,7 @@ from quantkit.eval.pages.sections import made_section
 
 from quantkit._version import __version__
 from quantkit.recovery.distill.distillation import Look
+from quantkit.recovery.distill.score_change import ScoreChange
 from quantkit.recovery.distill.training_progress import TrainingProgress
 from quantkit.storage.files import rewritten_file
 
@@ -160,17 +161,19 @@ class CoursePage:
         first, last = self._seen[0], self._result
         if first is last:
             return f"{words}: {first.title} {show(first.value)} at step {first.step:,}."
-        return (
-            f"{words}: {first.title} {show(first.value)} at step {first.step:,}, "
-            f"{show(last.value)} at step {last.step:,}."
-        )
+        return f"{words}: {self._change}, from step {first.step:,} to {last.step:,}."
+
+    @property
+    def _change(self) -> ScoreChange:
+        """The change from the first look to the weights that are written."""
+        first = self._seen[0]
+        return ScoreChange(first.title, first.value, self._result.value)
 
     def _tiles(self) -> tuple[Tile, ...]:
         tiles = []
         if self._seen:
             best = max(self._seen, key=lambda seen: seen.value)
-            values = self._seen[0].value, self._result.value
-            change = " -> ".join(show(value) for value in values)
+            change = str(self._change).removeprefix(f"{self._seen[0].title} ")
             notes = (f"best {show(best.value)}, at step {best.step:,}",)
             tiles.append(Tile(self._seen[0].title, change, notes))
         if self._points:

@@ -135,7 +135,7 @@ def _sparsity(packing: Packing) -> str:
     if not packing.sparse:
         return "dense"
     dropped = f"{100 * packing.pruned:.1f} % of the weights dropped"
-    return f"4:2 in {packing.sparse} of {packing.layers} layers, {dropped}"
+    return f"2:4 in {packing.sparse} of {packing.layers} layers, {dropped}"
 
 
 def judge_cell(report: Report) -> str:

@@ -149,4 +149,4 @@ def _word(row: LayerRow) -> str:
 
 
 def _sparse(row: LayerRow) -> bool:
-    return "4:2" in row.format
+    return "2:4" in row.format

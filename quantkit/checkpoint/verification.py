@@ -40,7 +40,8 @@ from quantkit.storage.parallel_checks import in_threads
 class Verification:
     """The result of a verification: what was checked, and the faults."""
 
-    components: int
+    #: names of the packed ones; "" for one alone
+    components: tuple[str, ...]
     layers: int
     tensors: int
     nbytes: int
@@ -102,7 +103,7 @@ def find_breaches(path: Path, *, progress: Progress, stop_at_first: bool = False
         raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
     tensors = [info for c in packed.components for _, info in c.tensors.values()]
     return Verification(
-        len(packed.components),
+        tuple(component.name for component in packed.components),
         sum(len(component.config.layers) for component in packed.components),
         len(tensors),
         sum(info.nbytes for info in tensors),

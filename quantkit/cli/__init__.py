@@ -60,7 +60,7 @@ _CURES = {
     "-v", "--verbose", is_flag=True, help="Say more: why a kernel was refused, what was cached."
 )
 def quantkit(verbose: bool) -> None:
-    """Pack diffusers pipelines to FP8 and 4:2 sparsity, and prove what it cost."""
+    """Pack diffusers pipelines to FP8, INT8, INT4 and 2:4 sparsity, and prove what it cost."""
     if verbose:
         logging.getLogger("quantkit").setLevel(logging.INFO)
 

@@ -45,7 +45,7 @@ def bench() -> None:
     "--contenders",
     multiple=True,
     metavar="NAME",
-    help="Only this one; may be repeated. f16, torchao, torchao-int8, fp8, sparse (4:2 and FP8), "
+    help="Only this one; may be repeated. f16, torchao, torchao-int8, fp8, sparse (2:4 and FP8), "
     "int8 and w4a8 (int4 weights, int8 inputs), inputs per token; -static has calibrated scales, "
     "-linear leaves convolutions in 16 bit, -fast has fast sums, -replayed is launched as it was "
     "recorded, -compiled goes through torch.compile.",

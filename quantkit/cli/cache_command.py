@@ -5,6 +5,7 @@ import click
 from quantkit.cli import options
 from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_table
+from quantkit.storage.sizes import tell_bytes
 
 
 @click.command(cls=Command, example="quantkit cache --limit 20")
@@ -46,7 +47,7 @@ def cache(names: tuple[str, ...], limit: float | None, quiet: bool, as_json: boo
         print_json({"deleted": deletes, "entries": [kept.to_json() for kept in found]})
         return
     if not quiet and found:
-        rows = [(kept.cache, kept.path.name, f"{kept.nbytes:,}") for kept in found]
-        print_table("Entries", ("cache", "name", "bytes"), rows)
+        rows = [(kept.cache, kept.path.name, tell_bytes(kept.nbytes)) for kept in found]
+        print_table("Entries", ("cache", "name", "size"), rows)
     total = sum(kept.nbytes for kept in found)
-    echo(f"{cache_place()}: {total:,} bytes{' deleted' if deletes else ''}")
+    echo(f"{cache_place()}: {tell_bytes(total)}{' deleted' if deletes else ''}")

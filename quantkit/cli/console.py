@@ -118,6 +118,12 @@ def _draw(stack: ExitStack) -> Progress:
     return report
 
 
+def some(names: Sequence[str]) -> str:
+    """Return the first names; a long list is in --json."""
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def print_table(
     title: str,
     columns: Sequence[str],

@@ -1,6 +1,7 @@
 """``quantkit doctor``: devices, compilers, and the backend of each operation or layer."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,7 +9,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.command import Command
-from quantkit.cli.console import echo, print_json, print_table
+from quantkit.cli.console import echo, print_json, print_table, some
 
 if TYPE_CHECKING:
     from quantkit.device.survey import Gpu, OpChoice, Survey
@@ -56,7 +57,7 @@ def _print_survey(found: "Survey") -> None:
     tools = [(t.name, t.needed_for, t.found or f"missing: {t.problem}") for t in found.tools]
     print_table("Compilers", ("tool", "needed for", "found"), tools)
     rows = [(o.op, o.device, *_says(o)) for o in found.operations]
-    print_table("Operations", ("operation", "device", "back end", "why"), rows)
+    _print_alike("Operations", "operations", ("device", "back end", "why"), rows)
 
 
 def _print_gpu(gpu: "Gpu") -> None:
@@ -82,7 +83,7 @@ def _print_layers(packed: Path, layers: "tuple[LayerChoice, ...]") -> None:
         (_joined(layer.component, layer.layer), layer.op, layer.backend, layer.reason)
         for layer in layers
     ]
-    print_table(str(packed), ("layer", "operation", "back end", "why"), rows)
+    _print_alike(str(packed), "layers", ("operation", "back end", "why"), rows)
     echo(f"{kernels} of {len(layers)} packed layers run on a kernel")
 
 
@@ -100,9 +101,27 @@ def _print_attention(packed: Path, modules: "tuple[AttentionChoice, ...]") -> No
         )
         for m in modules
     ]
-    columns = ("attention", "queries and keys", "back end", "why")
-    print_table(f"{packed}: attention", columns, rows)
+    columns = ("queries and keys", "back end", "why")
+    _print_alike(f"{packed}: attention", "modules", columns, rows)
     echo(f"{kernels} of {len(modules)} attention modules run on a kernel")
+
+
+def _print_alike(
+    title: str, of: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]
+) -> None:
+    """Print a row for all that have the same to say; their names are in --json.
+
+    Args:
+        title: of the table.
+        of: what the first cell of a row names, in the plural.
+        columns: names of the other cells.
+        rows: a name, and the other cells.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *rest in rows:
+        groups.setdefault(tuple(rest), []).append(name)
+    told = [(len(names), some(names), *rest) for rest, names in groups.items()]
+    print_table(title, ("number", of, *columns), told)
 
 
 def _joined(component: str, name: str) -> str:

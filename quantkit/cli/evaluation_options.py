@@ -110,7 +110,7 @@ def _gates(text: str) -> Callable[[Command], Command]:
     )
 
 
-gates = _gates("A limit other than the usual: 0.95, 0.1, 1 (of 4:2 2, of both 3) and 0. Names are")
+gates = _gates("A limit other than the usual: 0.95, 0.1, 1 (of 2:4 2, of both 3) and 0. Names are")
 #: Of pictures of unknown origin, which have no usual limits.
 asked_gates = _gates("Fail unless the limit is kept. Names are")
 calibration = click.option(

@@ -7,6 +7,7 @@ import click
 from quantkit.cli import options
 from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_table, progress_bar
+from quantkit.storage.sizes import tell_bytes
 
 if TYPE_CHECKING:
     from quantkit.workflow.export import Export
@@ -81,4 +82,4 @@ def _print(result: "Export", where: str) -> None:
     if result.worst is not None and result.worst[0]:
         error, name = result.worst
         echo(f"Relative error of a weight: mean {result.mean:.4f}, largest {error:.4f}, {name}")
-    echo(f"{result.architecture}: {result.nbytes:,} bytes, {where}")
+    echo(f"{result.architecture}: {tell_bytes(result.nbytes)}, {where}")

@@ -7,6 +7,7 @@ import click
 from quantkit.cli import options
 from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_table, progress_bar
+from quantkit.storage.sizes import tell_bytes
 
 if TYPE_CHECKING:
     from quantkit.workflow.hessians import MomentPlan, TakenMoments
@@ -58,10 +59,10 @@ def _print(found: "MomentPlan | TakenMoments", *, as_json: bool) -> None:
         return
     plan = found.plan if isinstance(found, TakenMoments) else found
     rows = [
-        (name, len(moments.layers), f"{moments.nbytes:,}", moments.groups)
+        (name, len(moments.layers), tell_bytes(moments.nbytes), moments.groups)
         for name, moments in plan.components.items()
     ]
-    print_table("Second moments", ("component", "layers", "bytes", "runs of the prompts"), rows)
+    print_table("Second moments", ("component", "layers", "size", "runs of the prompts"), rows)
     where = "nothing written"
     if isinstance(found, TakenMoments):
         where = f"written to {found.output}"

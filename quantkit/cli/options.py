@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.recipe.recommended import DEFAULT
 from quantkit.storage.limits import MAX_COUNT, MAX_SEED, MAX_STEPS, MAX_THREADS
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ changes = click.option(
     metavar="KEY=VALUE",
     help="Set a key of the recipe, as calibration.steps=8; repeatable.",
 )
-recipe = recipe_option("fp8", "A bundled recipe's name ('quantkit recipes') or a YAML file.")
+recipe = recipe_option(DEFAULT, "A bundled recipe's name ('quantkit recipes') or a YAML file.")
 output = click.option("-o", "--output", type=PATH, required=True, help="Where to write.")
 force = click.option("--force", is_flag=True, help="Replace an output that quantkit wrote.")
 calibration = click.option(

@@ -7,7 +7,8 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.command import Command
-from quantkit.cli.console import echo, print_json, print_table, progress_bar
+from quantkit.cli.console import echo, print_json, print_table, progress_bar, some
+from quantkit.storage.sizes import tell_bytes
 
 if TYPE_CHECKING:
     from quantkit.workflow.pack import Forecast, PackSummary
@@ -82,26 +83,20 @@ def _print(summary: "PackSummary", where: str) -> None:
     _print_reasons("Kept in 16 bit", summary.kept())
     _print_reasons("Not as the recipe asks", summary.otherwise())
     if summary.by_alpha():
-        alphas = [(a, len(names), _some(names)) for a, names in summary.by_alpha().items()]
+        alphas = [(a, len(names), some(names)) for a, names in summary.by_alpha().items()]
         print_table("Smoothed", ("alpha", "layers", "which"), alphas)
     if uncorrected := summary.uncorrected():
-        echo(f"Without a bias to correct: {len(uncorrected)} layers, {_some(uncorrected)}")
+        echo(f"Without a bias to correct: {len(uncorrected)} layers, {some(uncorrected)}")
     if summary.left_out:
         echo(f"Left out (other weights): {', '.join(map(str, summary.left_out))}")
     for component in summary.components:
         echo(f"{component.name or component.class_name}: {component.sizes}")
     if summary.copied_files:
-        echo(f"copied: {summary.copied_files} files, {summary.copied_bytes:,} bytes")
+        echo(f"copied: {summary.copied_files} files, {tell_bytes(summary.copied_bytes)}")
     echo(f"total: {summary.sizes}, {where}")
 
 
 def _print_reasons(title: str, reasons: dict[str, list[str]]) -> None:
     if reasons:
-        rows = [(reason, len(names), _some(names)) for reason, names in reasons.items()]
+        rows = [(reason, len(names), some(names)) for reason, names in reasons.items()]
         print_table(title, ("why", "layers", "which"), rows)
-
-
-def _some(names: list[str]) -> str:
-    """Return the first names; a long list is in --json."""
-    rest = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")

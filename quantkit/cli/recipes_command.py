@@ -36,8 +36,9 @@ def recipes(model: str | None, recipe: str | None, as_json: bool) -> None:
         rows = [(r.name, r.description, _needs(r)) for r in found]
         print_table("Recipes", ("name", "what it does", "needs"), rows)
     else:
-        told = [(r.name, _sizes(r), r.why, _needs(r)) for r in found]
-        print_table("Recipes", ("name", "GB of denoisers", "why", "needs"), told)
+        told = [(r.wish, r.name, _sizes(r), _needs(r), r.cards) for r in found]
+        columns = ("you want", "name", "GB of denoisers", "needs", "cards")
+        print_table("Recipes", columns, told)
         echo(*formats_here())
 
 

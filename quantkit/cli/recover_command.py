@@ -1,12 +1,22 @@
 """``quantkit recover``: regain quality that masks or packing cost a denoiser's pictures."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from quantkit.cli import options
 from quantkit.cli.command import Command
-from quantkit.cli.console import command_line, echo, print_json, progress_bar, say
+from quantkit.cli.console import (
+    command_line,
+    echo,
+    print_error,
+    print_json,
+    print_verdict,
+    progress_bar,
+    say,
+)
 from quantkit.cli.recovery_options import masks_output, recovery_options, take_training
 
 
@@ -47,10 +57,12 @@ def recover(method: str, quiet: bool, as_json: bool, **given: Any) -> None:
     The denoiser is trained to repeat its own 16-bit outputs, along trajectories that start from
     noise: with masks (--masks), computing as packed (--quantize), or both. No data set is needed.
     OUTPUT is an ordinary 16-bit pipeline for 'quantkit pack'; its masks, if any, are a file next to
-    it. So is OUTPUT.recovery.html, which fills while distill trains: pictures and curves.
+    it. So is OUTPUT.recovery.html, which fills while distill trains: pictures and curves. Exits
+    with 1 when the pictures are worse than before.
     """
     from quantkit.progress import unheard
     from quantkit.workflow.recover import recover
+    from quantkit.workflow.recovery_result import Recovery, RecoveryPlan
 
     training = take_training(given)
     with progress_bar(quiet=quiet) as progress:
@@ -66,7 +78,22 @@ def recover(method: str, quiet: bool, as_json: bool, **given: Any) -> None:
         return
     if as_json:
         print_json(found.to_json())
-    elif given["dry_run"]:
+    elif isinstance(found, RecoveryPlan):
         echo(*str(found).split("\n"))
     else:
         echo(*f"{given['output']}: {found}".split("\n"))
+    if isinstance(found, Recovery) and found.change is not None and found.change.is_worse:
+        _say_worse(given["output"], as_json=as_json)
+        sys.exit(1)
+
+
+def _say_worse(output: Path, *, as_json: bool) -> None:
+    """Print in red that a training did harm, and what to do; on stderr beside JSON."""
+    text = (
+        f"{output}: the pictures are worse than before; train longer (--minutes, --steps), or with "
+        "a smaller --rate"
+    )
+    if as_json:
+        print_error(text)
+    else:
+        print_verdict(text, passed=False)

@@ -7,7 +7,7 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.command import Command
-from quantkit.cli.console import print_json, progress_bar
+from quantkit.cli.console import echo, print_json, progress_bar
 from quantkit.cli.mask_table import print_masks
 
 
@@ -57,3 +57,4 @@ def sparsify(
         print_json(found.to_json())
     else:
         print_masks(found.masks, str(found.output or "nothing written"))
+        echo(*found.saving)

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -9,6 +10,10 @@ from quantkit.cli import options
 from quantkit.cli.command import Command
 from quantkit.cli.console import echo, print_json, print_verdict, progress_bar
 from quantkit.errors import CheckpointError
+from quantkit.storage.sizes import tell_bytes
+
+if TYPE_CHECKING:
+    from quantkit.checkpoint.verification import Verification
 
 
 @click.command(cls=Command, example="quantkit verify sdxl-int8")
@@ -38,9 +43,14 @@ def verify(packed: Path, list_all: bool, quiet: bool, as_json: bool) -> None:
         for line in result.unchecked:
             echo(f"Not checked: {line}")
         print_verdict(
-            f"{packed}: ok: {result.components} components, {result.layers} packed layers, "
-            f"{result.tensors} tensors, {result.nbytes:,} bytes: checksums, shapes, dtypes, "
+            f"{packed}: ok: {_named(result)}, {result.layers} packed layers, "
+            f"{result.tensors} tensors, {tell_bytes(result.nbytes)}: checksums, shapes, dtypes, "
             f"order, scales, codes and metadata, and the models they are for; {result.files} files "
             f"by their digests; {result.opened} copied weight files hold numbers",
             passed=True,
         )
+
+
+def _named(result: "Verification") -> str:
+    """Return the names of the components; a component alone has none."""
+    return ", ".join(filter(None, result.components)) or "1 component"

@@ -212,7 +212,7 @@ _RDNA4 = Arch(
     # torch counts work group processors, of two compute units each, as multiprocessors.
     units=2,
     tile_speed=GFX12_TILES,
-    formats="INT8 and FP8 are equally fast, and faster with 4:2; attention has kernels in 8 bits",
+    formats="INT8 and FP8 are equally fast, and faster with 2:4; attention has kernels in 8 bits",
 )
 _RDNA3 = replace(
     _RDNA4,
@@ -222,7 +222,7 @@ _RDNA3 = replace(
     tile_speed=GFX11_TILES,
     without=_GFX11_WITHOUT,
     formats="INT8 is the fastest, at the matrix rate of 16 bit, then INT4; FP8 is widened to 16 "
-    "bit, 4:2 saves bytes alone, and attention stays in 16 bit",
+    "bit, 2:4 saves bytes alone, and attention stays in 16 bit",
 )
 _RDNA2 = replace(
     _RDNA3,
@@ -230,7 +230,7 @@ _RDNA2 = replace(
     matrix_unit=_RDNA2_DOT,
     tile_speed=GFX10_TILES,
     without=_GFX10_WITHOUT,
-    formats="INT8 is the fastest, by dot products of four, then INT4, not measured; 4:2 saves "
+    formats="INT8 is the fastest, by dot products of four, then INT4, not measured; 2:4 saves "
     "bytes and takes longer, FP8 is torch's, from dequantized weights, and attention stays in "
     "16 bit",
 )
@@ -314,7 +314,7 @@ ARCHS: dict[str, Arch] = {
             from_keys=_HOPPER_FROM_KEYS,
             slow_ends=_HOPPER_SLOW_ENDS,
             without=_NVIDIA_WITHOUT,
-            formats="INT8 and FP8 are equally fast, faster with 4:2; attention stays in 16 bit "
+            formats="INT8 and FP8 are equally fast, faster with 2:4; attention stays in 16 bit "
             "but for many keys",
         ),
         Arch(
@@ -328,7 +328,7 @@ ARCHS: dict[str, Arch] = {
             tile_speed=SM89_TILES,
             on_request=_SM89_ON_REQUEST,
             without=_NVIDIA_WITHOUT,
-            formats="INT8 and FP8 have one rate, 4:2 a higher one, not measured; attention stays "
+            formats="INT8 and FP8 have one rate, 2:4 a higher one, not measured; attention stays "
             "in 16 bit",
         ),
         Arch(

@@ -70,7 +70,7 @@ def plan_types(
     if not layout.gguf:
         raise ModelError(
             f"{denoiser.path}: {denoiser.class_name}: no program reads it from GGUF files; export "
-            "it to single-file, comfyui or comfyui-int8"
+            "it to comfyui-w4a8, as small as Q4_0, or to single-file, comfyui or comfyui-int8"
         )
     choice = _Choice(kind, convolutions, requantize)
     tensors = []

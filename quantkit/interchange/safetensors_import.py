@@ -14,9 +14,9 @@ from torch import Tensor
 from quantkit.errors import ModelError, NonFiniteError
 from quantkit.interchange.code_formats import FLOAT8
 from quantkit.interchange.gguf_file import PLAIN, all_finite
+from quantkit.interchange.pickled import refuse_pickle
 from quantkit.interchange.safetensors_marks import Mark, Marking, find_marking
 from quantkit.interchange.stored_file import CHUNK_VALUES, StoredFile, StoredTensor
-from quantkit.storage.inputfile import open_file
 from quantkit.storage.tensorfile import ITEM_BYTES, Header, TensorInfo, read_header
 
 #: Torch's dtypes of scales and codes, by the names in a header.
@@ -29,9 +29,6 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-_PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
-#: What files of torch.save begin with: a zip archive, or a pickle of protocol 2.
-_PICKLED = (b"PK\x03\x04", b"\x80\x02")
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ def open_safetensors(path: Path) -> StoredFile:
         ModelError: no safetensors file, a damaged one, pickled, or quantized in a way that is not
             read.
     """
-    _refuse_pickle(path)
+    refuse_pickle(path)
     header = read_header(path)
     for name in header.tensors:
         if not re.fullmatch(r"[\w./:-]{1,300}", name):
@@ -204,13 +201,3 @@ def _notes(header: Header, marking: Marking) -> tuple[str, ...]:
     if not static:
         return ()
     return (f"input scales of {len(static)} layers are left out: 'quantkit calibrate' finds new",)
-
-
-def _refuse_pickle(path: Path) -> None:
-    with open_file(path) as file:
-        begin = file.read(4)
-    if path.suffix in _PICKLES or begin.startswith(_PICKLED):
-        raise ModelError(
-            f"{path}: pickled, which runs what its author wrote into it when it is read; take the "
-            ".safetensors file of the model"
-        )

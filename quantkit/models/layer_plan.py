@@ -187,7 +187,8 @@ def choose_edges(activation: ActivationRecipe, edges: tuple[float, ...]) -> tupl
         raise RecipeError(
             f"activation.buckets {expected}: the calibration has {stored} buckets, which cannot be "
             f"merged into {expected}; set it to auto or to a divisor of {stored}, or set "
-            f"calibration.buckets to {expected} and run 'quantkit calibrate model' again"
+            f"calibration.buckets to {expected} for 'quantkit calibrate model MODEL -o OUTPUT'",
+            fields=("calibration.buckets",),
         )
     step = stored // expected
     return edges[step - 1 :: step]

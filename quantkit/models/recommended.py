@@ -9,14 +9,8 @@ from quantkit.models.family import Family
 from quantkit.models.source import Model
 from quantkit.recipe.calibration import CalibrationRecipe
 from quantkit.recipe.load import load_recipe
+from quantkit.recipe.recommended import DEFAULT, RECOMMENDED, Recommendation
 from quantkit.recipe.schema import Recipe
-
-#: Recommended recipes, best first, with reasons.
-WHY = {
-    "fp8": "half the size; needs no calibration; fastest on cards with FP8",
-    "int8": "half the size; fastest on cards without FP8, as RDNA3 and Ampere",
-    "int4": "a quarter of the size, for cards with little memory",
-}
 
 
 @dataclass(frozen=True)
@@ -24,8 +18,8 @@ class Choice:
     """A recommended recipe, with what the model's family sets in it."""
 
     recipe: Recipe
-    #: the reason to recommend it
-    why: str
+    #: for whom it is
+    for_whom: Recommendation
 
 
 def tuned(recipe: Recipe, family: Family) -> Recipe:
@@ -65,9 +59,9 @@ def _joined(given: Any, own: Any) -> Any:
 def recipes_for(model: Model) -> tuple[Choice, ...]:
     """Return the recommended recipes of a model, the best one first."""
     family = model.components[0].family
-    return tuple(Choice(tuned(load_recipe(name), family), why) for name, why in WHY.items())
+    return tuple(Choice(tuned(load_recipe(row.recipe), family), row) for row in RECOMMENDED)
 
 
 def recipe_of_class(class_name: str) -> Recipe:
     """Return the recipe of a denoiser class, without files of it."""
-    return tuned(load_recipe("fp8"), find_family(class_name))
+    return tuned(load_recipe(DEFAULT), find_family(class_name))

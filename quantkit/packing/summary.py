@@ -7,11 +7,7 @@ from typing import Any
 
 from quantkit.checkpoint.schemes import scheme_to_json
 from quantkit.numerics.scheme import Scheme
-
-
-def tell_sizes(before: int, after: int) -> str:
-    """Return sizes before and after, in words."""
-    return f"{before:,} -> {after:,} bytes ({after / before:.1%})"
+from quantkit.storage.sizes import tell_sizes
 
 
 @dataclass(frozen=True)

@@ -79,12 +79,23 @@ def choose_device(text: str) -> torch.device:
             fields=("device",),
         )
     device = torch.device(text.replace("hip", "cuda"))
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    refuse_absent(device, text)
+    return device
+
+
+def refuse_absent(device: torch.device, text: str) -> None:
+    """Refuse a GPU that torch does not see; ``text`` is how the user calls it.
+
+    Raises:
+        ModelError: with the number of those that it sees.
+    """
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
         raise ModelError(
-            f"device {text!r}: torch sees {torch.cuda.device_count()} GPUs; choose cpu",
+            f"device {text!r:.80}: torch sees {count or 'no'} GPU{'s' * (count != 1)}; choose cpu, "
+            "or run 'quantkit doctor', which says why",
             fields=("device",),
         )
-    return device
 
 
 def choose_dtype(model: Model, device: torch.device) -> torch.dtype:

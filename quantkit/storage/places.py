@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from quantkit.errors import OutputError
 from quantkit.storage.marker import describe, refuse_foreign
+from quantkit.storage.sizes import tell_bytes
 from quantkit.storage.staging import is_stage
 from quantkit.storage.written import refuse_foreign_file
 
@@ -61,7 +62,8 @@ def check_room(output: Path, nbytes: int) -> None:
     free = shutil.disk_usage(_nearest(output)).free
     if free < nbytes:
         raise OutputError(
-            f"{output}: {free:,} bytes free, expected {nbytes:,}; free some or choose another path"
+            f"{output}: {tell_bytes(free)} free, expected {tell_bytes(nbytes)}; free some or "
+            "choose another path"
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
-from quantkit.errors import ModelError, RecipeError
+from quantkit.errors import ModelError, PromptError, RecipeError
 from quantkit.models.recipe_check import refuse_unmatched
 from quantkit.models.recommended import tuned
 from quantkit.models.source import Model, SingleFile, of_family, open_model
@@ -13,6 +13,7 @@ from quantkit.recipe.load import change_recipe, load_recipe
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.jsonfile import short
 from quantkit.storage.yamlfile import parse_yaml
+from quantkit.workflow.paths import refuse_nowhere
 
 if TYPE_CHECKING:
     from quantkit.calibration.moments.moment_files import Hessians
@@ -45,6 +46,7 @@ def as_model(model: ModelLike, *, variant: str | None = None) -> Model:
         return open_single_file(model)
     if isinstance(model, Model):
         return model
+    refuse_nowhere(model)
     return open_model(model, variant=variant)
 
 
@@ -172,11 +174,17 @@ def with_prompts(
         count: use the first so many; None: all of those given.
 
     Raises:
-        InputError: prompts that cannot be read.
+        InputError: prompts that cannot be read, or fewer than the count.
         RecipeError: a count out of range.
     """
     texts = as_prompts(prompts)
     if count is None and prompts is None:
         return recipe, texts
     expected = len(texts) if count is None else count
+    if expected > len(texts):
+        raise PromptError(
+            f"{prompts if isinstance(prompts, str | Path) else 'prompts'}: {len(texts)} prompts, "
+            f"expected {expected}; lower the count or give more prompts",
+            fields=("count", "prompts"),
+        )
     return change_recipe(recipe, {"calibration.prompts": expected}), texts

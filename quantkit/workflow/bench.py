@@ -191,7 +191,7 @@ def estimate_model(
         config: what to build without weights, as in bench_model.
         card: gfx1201, gfx1101, sm_90 and so on, or a card's name, as RX 9070.
         settings: batch, size, layout, projections, attention.
-        contenders: names; empty: float16, FP8, 4:2 and int8 replayed, compiled, module by module.
+        contenders: names; empty: float16, FP8, 2:4 and int8 replayed, compiled, module by module.
         save: where to write the figures.
         force: replace that file.
         progress: told of contenders.

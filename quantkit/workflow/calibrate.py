@@ -18,6 +18,7 @@ from quantkit.errors import ArtefactError
 from quantkit.pipelines.processes import Processes, joined
 from quantkit.pipelines.running import choose_device, refuse_component
 from quantkit.progress import Progress, Tell, silent, unheard
+from quantkit.recipe.recommended import DEFAULT
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import check_file, refuse_overlap
 from quantkit.workflow.arguments import (
@@ -130,7 +131,7 @@ class CalibrationPlan:
 def calibrate(
     model: ModelLike,
     *,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike = DEFAULT,
     output: str | Path | None = None,
     prompts: PromptsLike | None = None,
     count: int | None = None,

@@ -75,7 +75,8 @@ def examine(packed: str | Path | None = None, *, device: str = "auto") -> Examin
         CheckpointError: ``packed`` is not packed, or breaks a rule.
         ModelError: the device is not on this machine.
     """
+    place = choose_device(device)
     if packed is None:
         return Examination(survey(), ())
-    opened, place = require_packed(packed), choose_device(device)
+    opened = require_packed(packed)
     return Examination(survey(), layer_choices(opened, place), attention_choices(opened, place))

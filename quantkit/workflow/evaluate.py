@@ -391,13 +391,14 @@ def _background(
     measured = None
     if sensitivity is not None:
         measured = load_sensitivity(Path(sensitivity)), str(sensitivity)
+    prompts = as_prompts(settings.prompts)
     if calibration is None:
-        return Background(None, measured)
+        return Background(None, measured, prompts=len(prompts))
     opened = load_calibration(Path(calibration))
     about = opened.metadata
-    sources = (as_prompts(settings.prompts), as_prompts(None))
+    sources = (prompts, as_prompts(None))
     found = find_calibrated(about.prompts_digest, about.prompts, sources)
-    return Background(found, measured, map_ranges(opened))
+    return Background(found, measured, map_ranges(opened), len(prompts))
 
 
 def _open_pairs(model: ModelLike, packed: Sequence[PackedLike], device: torch.device) -> list[Pair]:

@@ -38,6 +38,7 @@ from quantkit.workflow.arguments import (
     RecipeLike,
     as_calibration,
     as_hessians,
+    as_model,
     as_recipe,
 )
 from quantkit.workflow.export_check import for_target, refuse_other_formats
@@ -50,6 +51,7 @@ from quantkit.workflow.export_source import (
     packed_source,
     planned_source,
     quantized_source,
+    refuse_encoder,
     refuse_rest,
 )
 
@@ -310,4 +312,7 @@ def _source(
     if is_packed(model):
         assert isinstance(model, str | Path)
         return packed_source(Path(model), encoders=exporter.encoders)
+    if not exporter.encoders:
+        model = as_model(model)
+        refuse_encoder(model)
     return dense_source(model) if how is None else planned_source(model, how, progress)

@@ -87,6 +87,8 @@ def packed_source(path: Path, *, encoders: bool) -> Source:
     """
     found = open_packed(path).components
     components = [c for c in found if _is_exported(c, encoders=encoders)]
+    if not components and not encoders and all(_is_encoder(c.path) for c in found):
+        raise _encoder_alone(path)
     if not components:
         what = "text encoder" if encoders else "denoiser"
         others = ", ".join(c.name or c.class_name for c in found)
@@ -94,6 +96,27 @@ def packed_source(path: Path, *, encoders: bool) -> Source:
             f"{path}: no packed {what}, only {others}; choose another target", fields=("to",)
         )
     return Source(path, tuple(Part(c.name, packed_denoiser(c)) for c in components))
+
+
+def refuse_encoder(model: Model) -> None:
+    """Refuse a 16-bit text encoder as the source of a target for denoisers.
+
+    Args:
+        model: opened.
+
+    Raises:
+        InputError: it is one.
+    """
+    if not model.is_pipeline and _is_encoder(model.components[0].path):
+        raise _encoder_alone(model.path)
+
+
+def _encoder_alone(path: Path) -> InputError:
+    return InputError(
+        f"{path}: a text encoder, and the target takes denoisers; export it to compressed-tensors, "
+        "or load its packed pipeline in ComfyUI with quantkit's nodes (docs/guides/comfyui.md)",
+        fields=("to",),
+    )
 
 
 def dense_source(model: ModelLike) -> Source:

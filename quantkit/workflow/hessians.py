@@ -12,8 +12,10 @@ from quantkit.calibration.statistics.layer_statistics import tell_unseen
 from quantkit.models.recipe_check import refuse_unmatched_others
 from quantkit.models.source import Model
 from quantkit.progress import Progress, silent
+from quantkit.recipe.recommended import DEFAULT
 from quantkit.recipe.schema import Recipe
 from quantkit.storage.places import check_directory, check_room, refuse_overlap
+from quantkit.storage.sizes import tell_bytes
 from quantkit.workflow.arguments import (
     ModelLike,
     PromptsLike,
@@ -45,7 +47,7 @@ class MomentPlan:
     def __repr__(self) -> str:
         """Return a line for each component."""
         return "\n".join(
-            f"second moments: {len(found.layers)} layers, {found.nbytes:,} bytes, "
+            f"second moments: {len(found.layers)} layers, {tell_bytes(found.nbytes)}, "
             f"{found.groups} runs of the prompts"
             for found in self.components.values()
         )
@@ -92,7 +94,7 @@ class TakenMoments:
 def calibrate_hessians(
     model: ModelLike,
     *,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike = DEFAULT,
     output: str | Path,
     prompts: PromptsLike | None = None,
     count: int | None = None,

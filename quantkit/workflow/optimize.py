@@ -14,6 +14,7 @@ from quantkit.models.recommended import tuned
 from quantkit.pipelines.running import choose_device
 from quantkit.progress import Progress, silent
 from quantkit.recipe.goals import GOALS, BudgetRecipe
+from quantkit.recipe.recommended import DEFAULT
 from quantkit.recipe.schema import Recipe
 from quantkit.sensitivity import selection
 from quantkit.sensitivity.budget import make_problems
@@ -88,7 +89,7 @@ class Optimized:
 def optimize(
     sensitivity: SensitivityLike,
     *,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike = DEFAULT,
     output: str | Path | None = None,
     model: ModelLike | None = None,
     calibration: CalibrationLike | None = None,

@@ -12,6 +12,7 @@ from quantkit.packing import pack_model as packing
 from quantkit.packing.dry_run import Forecast
 from quantkit.packing.summary import PackSummary
 from quantkit.progress import Progress, silent
+from quantkit.recipe.recommended import DEFAULT
 from quantkit.storage.places import check_directory, refuse_overlap
 from quantkit.storage.system import cores
 from quantkit.workflow.arguments import (
@@ -44,7 +45,7 @@ def pack(
     model: ModelLike,
     *,
     output: str | Path,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike = DEFAULT,
     calibration: CalibrationLike | None = None,
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,

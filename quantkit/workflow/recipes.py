@@ -21,8 +21,9 @@ class ListedRecipe:
     description: str
     #: arguments of ``pack`` that it needs
     needs: tuple[str, ...]
-    #: the reason to recommend it, for the model that it was listed for
-    why: str = ""
+    #: for whom it is recommended; empty: it is only listed
+    wish: str = ""
+    cards: str = ""
     #: of the model's denoisers
     bytes_before: int = 0
     bytes_after: int = 0
@@ -32,9 +33,9 @@ class ListedRecipe:
         values: dict[str, Any] = {
             "name": self.name, "description": self.description, "needs": list(self.needs),
         }  # fmt: skip
-        if self.why:
+        if self.wish:
             sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
-            values |= {"why": self.why, **sizes}
+            values |= {"wish": self.wish, "cards": self.cards, **sizes}
         return values
 
 
@@ -58,7 +59,8 @@ def recipes(model: ModelLike | None = None) -> tuple[ListedRecipe, ...]:
         planned = forecast.summary.components
         row = replace(
             _listed(choice.recipe),
-            why=choice.why,
+            wish=choice.for_whom.wish,
+            cards=choice.for_whom.cards,
             bytes_before=sum(component.bytes_before for component in planned),
             bytes_after=sum(component.bytes_after for component in planned),
         )

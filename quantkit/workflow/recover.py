@@ -10,6 +10,7 @@ from quantkit.models.layer_plan import dense_reason
 from quantkit.models.source import Component
 from quantkit.numerics.masks import parse_pattern
 from quantkit.progress import Progress, Tell, silent, unheard
+from quantkit.recipe.recommended import DEFAULT
 from quantkit.recipe.schema import Recipe
 from quantkit.recovery.fake_quant import plan_quants
 from quantkit.recovery.recovered_model import refuse_outputs
@@ -40,7 +41,7 @@ def recover(
     *,
     output: str | Path,
     method: str = "distill",
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike = DEFAULT,
     masks: MasksLike | None = None,
     hessians: HessiansLike | None = None,
     prompts: PromptsLike | None = None,

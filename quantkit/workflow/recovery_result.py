@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.recovery.distill.score_change import ScoreChange
 from quantkit.recovery.distill.training_progress import ScoredStep, TrainingProgress
 from quantkit.workflow.sparsify import Sparsified
 
@@ -45,12 +46,18 @@ class Recovery:
 
     @property
     def _seen(self) -> str:
-        first, written = self.first_look, self.written_look
-        if first is None or written is None:
+        if self.change is None or self.written_look is None:
             return ""
-        early = "" if written.step == self.points[-1].step else f" at step {written.step}, written"
-        score = written.score
-        return f"; {score.metric} {first.score.value:.4f} -> {score.value:.4f}{early}"
+        step = self.written_look.step
+        early = "" if step == self.points[-1].step else f" at step {step}, written"
+        return f"; {self.change}{early}"
+
+    @property
+    def change(self) -> ScoreChange | None:
+        """The change of the pictures' score; None: they were not looked at."""
+        if self.first_look is None or self.written_look is None:
+            return None
+        return ScoreChange.between(self.first_look, self.written_look)
 
     @property
     def _looks(self) -> list[ScoredStep]:
@@ -76,6 +83,7 @@ class Recovery:
             "first_loss": first.loss,
             "last_loss": last.loss,
             "looks": [{"step": look.step, **asdict(look.score)} for look in self._looks],
+            "change": self.change and self.change.sign,
             "written_step": self.written_look.step if self.written_look else last.step,
         }
 

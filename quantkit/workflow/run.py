@@ -266,7 +266,8 @@ class _RunInputs:
         ranges = None
         if self.recipe.needs_calibration:
             ranges = map_ranges(load_calibration(self.output / "calibration.safetensors"))
-        return Background(self.calibrated(settings), measured, ranges)
+        seen = self.calibrated(settings)
+        return Background(seen, measured, ranges, len(as_prompts(settings.prompts)) - len(seen))
 
     def record(self, settings: EvaluationSettings, place: torch.device) -> RunRecord:
         """Return the digests of the inputs."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from quantkit.calibration.statistics.layer_statistics import load_calibration
 from quantkit.progress import Progress, silent
+from quantkit.recipe.recommended import DEFAULT
 from quantkit.sensitivity import analyse
 from quantkit.sensitivity.error_propagation import Gain, find_gains
 from quantkit.sensitivity.measured_model import MeasuredModel
@@ -62,7 +63,7 @@ def measure_sensitivity(
     model: ModelLike,
     *,
     calibration: str | Path,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike = DEFAULT,
     output: str | Path | None = None,
     hessians: HessiansLike | None = None,
     plot: str | Path | None = None,

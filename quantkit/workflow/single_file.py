@@ -21,13 +21,15 @@ from quantkit.interchange.single_file_model import SingleFileModel, fit
 from quantkit.interchange.single_file_unpack import link, specs_of, unpack
 from quantkit.interchange.stored_file import StoredFile
 from quantkit.models.hub import fetch_config
-from quantkit.models.location import HUB_ID, refuse_nowhere
+from quantkit.models.location import HUB_ID
 from quantkit.models.source import Model, SingleFile, open_model
 from quantkit.progress import Progress, silent
 from quantkit.storage.copying import is_weight, list_files
 from quantkit.storage.files import staged_directory
 from quantkit.storage.inputfile import open_file
 from quantkit.storage.places import check_directory, refuse_overlap
+from quantkit.storage.sizes import tell_bytes
+from quantkit.workflow.paths import refuse_nowhere
 
 _LOG = logging.getLogger("quantkit")
 #: What the marker calls a folder of the cache, and an imported one.
@@ -62,7 +64,7 @@ class Imported:
         """Return it in a line."""
         return (
             f"{self.format}, {self.layout}: {sum(self.types.values())} tensors, "
-            f"{self.nbytes:,} bytes"
+            f"{tell_bytes(self.nbytes)}"
         )
 
     def to_json(self) -> dict[str, Any]:

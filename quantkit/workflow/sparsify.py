@@ -1,16 +1,21 @@
 """Choosing the masks of a model."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quantkit.models.source import Model
+from quantkit.packing.dry_run import forecast_pack
 from quantkit.progress import Progress, silent
 from quantkit.recipe.load import change_recipe
+from quantkit.recipe.recommended import DEFAULT
+from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import MaskSet, save_masks
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import check_file, refuse_overlap
+from quantkit.storage.sizes import tell_sizes
 from quantkit.workflow.arguments import (
     CalibrationLike,
     HessiansLike,
@@ -22,6 +27,10 @@ from quantkit.workflow.arguments import (
     surgeon_of,
 )
 
+#: A smaller share of bytes saved is said to be hardly worth it.
+_WORTHWHILE = 0.01
+_SIZES = ("bytes_dense", "bytes_sparse")
+
 
 @dataclass(frozen=True, eq=False)
 class Sparsified:
@@ -30,6 +39,8 @@ class Sparsified:
     masks: MaskSet
     #: None: nowhere
     output: Path | None
+    #: of the denoisers, packed by the recipe without and with the masks; None: not asked for
+    sizes: tuple[int, int] | None = None
 
     @property
     def summary(self) -> str:
@@ -43,12 +54,24 @@ class Sparsified:
         )
 
     def __repr__(self) -> str:
-        """Return how many layers are masked, in two lines."""
-        return f"{self.summary}\nwritten: {self.output or 'nothing'}"
+        """Return how many layers are masked, in two lines, and what that saves."""
+        return "\n".join([self.summary, f"written: {self.output or 'nothing'}", *self.saving])
+
+    @property
+    def saving(self) -> tuple[str, ...]:
+        """The bytes that the masks save, in a line; a second one where that is hardly worth it."""
+        if self.sizes is None:
+            return ()
+        before, after = self.sizes
+        told = f"packed by the recipe: {tell_sizes(before, after)}"
+        if before - after >= _WORTHWHILE * before:
+            return (told,)
+        return (told, "under 1 % is saved: raise sparsity.error_budget, or pack without masks")
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, every layer's decision included."""
-        return masks_to_json(self.masks, self.output)
+        sizes = {} if self.sizes is None else dict(zip(_SIZES, self.sizes, strict=True))
+        return {**masks_to_json(self.masks, self.output), **sizes}
 
 
 def masks_to_json(masks: MaskSet, written: Path | None) -> dict[str, Any]:
@@ -64,7 +87,7 @@ def masks_to_json(masks: MaskSet, written: Path | None) -> dict[str, Any]:
 def sparsify(
     model: ModelLike,
     *,
-    recipe: RecipeLike = "fp8",
+    recipe: RecipeLike = DEFAULT,
     output: str | Path | None = None,
     calibration: CalibrationLike | None = None,
     hessians: HessiansLike | None = None,
@@ -114,4 +137,14 @@ def sparsify(
     written = None if dry_run else path
     if written is not None:
         write_or_keep(partial(save_masks, masks, force=force), written)
-    return Sparsified(masks, written)
+    return Sparsified(masks, written, _sizes(source, chosen, masks))
+
+
+def _sizes(model: Model, recipe: Recipe, masks: MaskSet) -> tuple[int, int]:
+    """Return the bytes of the packed denoisers without and with masks, from headers."""
+    none = replace(masks, layers={name: {} for name in masks.layers})
+    before, after = (
+        forecast_pack(model, recipe, Path("packed"), missing=(), masks=chosen).summary.bytes_after
+        for chosen in (none, masks)
+    )
+    return before, after

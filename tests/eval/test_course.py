@@ -49,7 +49,8 @@ def test_every_look_is_a_column_and_every_prompt_a_row(page, tmp_path):
     for label in ("original", "step 0", "step 50", "step 1,000"):
         assert text.count(f'<div class="side" data-side="{label}">') == 3
     values = [seen.score.value for seen in looks]
-    assert f"Recovered: SSIM {values[0]:.4g} at step 0, {values[-1]:.4g} at step 1,000." in text
+    change = f"SSIM {values[0]:.4f} -&gt; {values[-1]:.4f}, better, from step 0 to 1,000."
+    assert f"Recovered: {change}" in text
     assert "<title>Recovery of student &lt;1&gt; - quantkit</title>" in text
     assert "<script>alert(1)" not in text
     assert text.count("<svg") == 2
@@ -65,9 +66,19 @@ def test_the_page_states_the_look_whose_weights_are_written(page, tmp_path):
             page.show(seen)
         page.name_written(50)
     values = [seen.score.value for seen in looks]
-    assert f"Recovered: SSIM {values[0]:.4g} at step 0, {values[1]:.4g} at step 50." in text_of(
-        tmp_path
-    )
+    change = f"SSIM {values[0]:.4f} -&gt; {values[1]:.4f}, better, from step 0 to 50."
+    assert f"Recovered: {change}" in text_of(tmp_path)
+
+
+def test_a_recovery_that_did_harm_says_so(page, tmp_path):
+    looks = [look(0, 0.05), look(4, 0.5)]
+    with page.open():
+        for seen in looks:
+            page.show(seen)
+    values = [seen.score.value for seen in looks]
+    text = text_of(tmp_path)
+    assert f"Recovered: SSIM {values[0]:.4f} -&gt; {values[1]:.4f}, worse, from" in text
+    assert f"{values[0]:.4f} -&gt; {values[1]:.4f}, worse</" in text.replace("\n", "")
 
 
 def test_the_page_is_one_that_force_may_replace(page, tmp_path):

@@ -72,7 +72,7 @@ def test_demo_makes_everything_and_replaces_what_an_earlier_one_made(small_demo,
     assert list(found["reports"]) == rows
     fp8, sparse = found["reports"]["fp8-static"], found["reports"]["budget-int8"]
     assert result.exit_code == (1 if fp8["verdict"]["state"] == "failed" else 0)
-    assert (fp8["compression"], sparse["compression"]) == ("quantized", "quantized and 4:2")
+    assert (fp8["compression"], sparse["compression"]) == ("quantized", "quantized and 2:4")
     calls = {op for call in fp8["kernels"]["calls"] if (op := call["op"]).startswith("attention")}
     assert calls == ({"attention_fp8"} if describe_attention(CPU) == "host" else set())
     assert sparse["packed"]["nbytes"] < fp8["packed"]["nbytes"] < fp8["original"]["nbytes"]

@@ -21,7 +21,7 @@ def run(command, *arguments):
 
 @pytest.fixture(scope="module")
 def packed(pipeline_dir, tmp_path_factory):
-    """FP8 per token, and the same with 4:2 by magnitude in every layer."""
+    """FP8 per token, and the same with 2:4 by magnitude in every layer."""
     from quantkit.models.source import open_model
     from quantkit.packing.pack_model import pack
     from quantkit.progress import silent
@@ -192,12 +192,12 @@ def test_a_sixteen_bit_pipeline_is_compared_as_it_is(pipeline_dir, sparse_pipeli
     rows = {row["name"]: row for row in report["layers"]}
     changed = {name for name, row in rows.items() if row["weight_error"] is not None}
     assert changed == {first, second, third}
-    assert rows[first]["format"].endswith(", 4:2")
-    assert not rows[third]["format"].endswith(", 4:2")
+    assert rows[first]["format"].endswith(", 2:4")
+    assert not rows[third]["format"].endswith(", 2:4")
     assert rows[third]["weight_error"] == pytest.approx(0.01, rel=0.05)
     assert report["packing"]["packed"] == 0
     assert report["packing"]["sparse"] == 2
-    assert report["compression"] == "4:2"
+    assert report["compression"] == "2:4"
     assert report["packed"]["nbytes"] == pytest.approx(report["original"]["nbytes"], rel=0.01)
     assert report["comparison"]["metrics"]["ssim"]["summary"]["mean"] < 1
     assert "0 of" in (tmp_path / "out" / "report.md").read_text()

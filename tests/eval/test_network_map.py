@@ -45,7 +45,7 @@ def test_blocks_stand_in_the_order_of_the_model_not_of_the_alphabet():
 def test_length_is_bytes_and_colour_is_error():
     found = map_network([
         row("a.0.x", 0.01, size=300), row("a.0.y", 0.1, size=100),
-        row("b.0.x", 1.0, size=100, words="int4 per group of 32, 4:2"),
+        row("b.0.x", 1.0, size=100, words="int4 per group of 32, 2:4"),
         row("proj_out", None, size=100, words="F16, not packed"),
     ])  # fmt: skip
     assert [block.name for block in found.blocks] == ["unet.a.0", "unet.b.0", "unet.proj_out"]

@@ -20,6 +20,7 @@ from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.scheme import Activation, Scheme
+from tests.project.test_docs import parse
 from tests.support.reports import made, made_report
 from tests.support.sensitivities import layer_with
 from tests.support.sensitivities import made as made_sensitivity
@@ -37,10 +38,14 @@ FP8 = Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN)
             "quantkit eval report a b --count 80 --force",
         ),
         ("quantkit eval report 'a b' c", "quantkit eval report 'a b' c --count 80 --force"),
+        # Hours of calibration are kept.
+        ("quantkit run int8 a -o r --force", "quantkit run int8 a -o r --count 80 --resume"),
+        ("quantkit run int8 a -o r --resume", "quantkit run int8 a -o r --count 80 --resume"),
     ],
 )
 def test_the_same_command_with_more_prompts(command, expected):
     assert with_count(command, 80) == expected
+    parse(shlex.split(expected)[1:], whole="-o" in command)
 
 
 def test_an_open_gate_asks_for_prompts_and_a_settled_one_for_nothing():
@@ -57,6 +62,18 @@ def test_an_open_gate_asks_for_prompts_and_a_settled_one_for_nothing():
     )
     assert find_next_steps(made_report(pairs, Limits(ssim=-0.9)), None) == ()
     assert find_next_steps(made_report(pairs, Limits(ssim=1.5)), None) == ()
+
+
+def test_prompts_that_are_not_there_are_asked_for_instead_of_run():
+    pairs = made(8, sigma=8.0)
+    mean = made_report(pairs).comparison.scores["ssim"].summary.mean
+    report = made_report(pairs, Limits(ssim=mean + 0.01, lpips=None, clip=None))
+    needed = report.gates[0].prompts_needed
+    (step,) = find_next_steps(report, None, prompts=needed - 1)
+    assert step.command == ""
+    assert step.what.endswith(f"there are {needed - 1}: give a file of {needed} as --prompts")
+    (step,) = find_next_steps(report, None, prompts=needed)
+    assert f"--count {needed} " in step.command
 
 
 def bad_layers(count=6):

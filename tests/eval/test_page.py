@@ -234,14 +234,14 @@ def test_methods_are_picked_by_click(browser, pages):
                 side.get_attribute("data-side") for side in first.locator(".side:visible").all()
             ]
 
-        assert sides() == ["original", "fp8", "int4 & more", "4:2", "int8"]
+        assert sides() == ["original", "fp8", "int4 & more", "2:4", "int8"]
         page.get_by_label("fp8").uncheck()
         page.get_by_label("int8 sparse").check()
-        assert sides() == ["original", "int4 & more", "4:2", "int8", "int8 sparse"]
-        first.locator("[data-side='4:2'] img").click()
-        assert page.locator("[name=right]").input_value() == "4:2"
+        assert sides() == ["original", "int4 & more", "2:4", "int8", "int8 sparse"]
+        first.locator("[data-side='2:4'] img").click()
+        assert page.locator("[name=right]").input_value() == "2:4"
         page.keyboard.press("j")
-        assert page.locator("[name=right]").input_value() == "4:2"
+        assert page.locator("[name=right]").input_value() == "2:4"
         page.locator("[name=left]").select_option("int8")
         assert page.locator(".tag.left").text_content() == "int8"
         for link in page.locator(".tiles a").all():

@@ -260,7 +260,7 @@ def test_changed_pictures_are_counted_and_named_the_worst_first():
 def test_gates_say_by_how_much_they_fail_and_which_could_turn():
     found = judge(comparison([0.5, 0.6, 0.4, 0.55]), Limits(), Compression.BOTH)
     assert judge_gates(found, Compression.BOTH) == (
-        "Quantized and 4:2 weights fail: SSIM is 0.5125, expected > 0.95 (0.4375 off). "
+        "Quantized and 2:4 weights fail: SSIM is 0.5125, expected > 0.95 (0.4375 off). "
         "Not measured: LPIPS, CLIP score loss."
     )
     close = judge(comparison([0.93, 0.99, 0.94, 0.98] * 2), ONLY_SSIM, Compression.QUANTIZED)

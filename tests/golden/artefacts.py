@@ -20,8 +20,9 @@ from quantkit.calibration.statistics.layer_statistics import Calibration
 from quantkit.errors import InputError
 from quantkit.models.families import find_family
 from quantkit.models.general_family import GENERAL
-from quantkit.models.recommended import WHY, tuned
+from quantkit.models.recommended import tuned
 from quantkit.recipe.load import load_recipe, recipe_names
+from quantkit.recipe.recommended import RECOMMENDED
 from quantkit.recipe.schema import Recipe
 from tests.golden import digests
 from tests.golden.made import (
@@ -59,6 +60,7 @@ _QUICK_EXPORTED = ("flux",)
 _QUICK_PIPELINES = ("sd15",)
 #: Of the statistics of recipes that are not tuned, but for some: merging is exact.
 _BUCKETS, _MORE_BUCKETS = 4, ("fp8-token-gptq", "int4-sparse")
+_RECOMMENDED = tuple(row.recipe for row in RECOMMENDED)
 _TUNED = tuple(name for name in recipe_names() if load_recipe(name).tuned)
 _PROMPTS = ("a red circle", "two blue squares", "a tree", "a small house")
 
@@ -71,7 +73,7 @@ def recipe_for(model: str, name: str) -> Recipe | None:
     """
     family, recipe = find_family("", _FAMILIES.get(model, model)), load_recipe(name)
     exported = model in _EXPORTED and (recipe.tuned is not None or name in _FOR_EXPORT)
-    return tuned(recipe, family) if family == GENERAL or exported or name in WHY else None
+    return tuned(recipe, family) if family == GENERAL or exported or name in _RECOMMENDED else None
 
 
 @dataclass(frozen=True)

@@ -175,3 +175,24 @@ def test_a_text_encoder_is_quantized_on_the_way(transformer_pipeline_dir, tmp_pa
     assert result.types["I8"] == len(result.copied)
     with pytest.raises(ModelError, match="compressed-tensors is for text encoders"):
         export(transformer_pipeline_dir, to="compressed-tensors", output=tmp_path / "other")
+
+
+@pytest.fixture(scope="module")
+def encoder_folders(transformer_pipeline_dir, tmp_path_factory):
+    """A T5 in 16 bit, and packed."""
+    packed = tmp_path_factory.mktemp("encoders") / "packed"
+    recipe = load_recipe("fp8", {"text_encoders": "fp8"})
+    pack(transformer_pipeline_dir, output=packed, recipe=recipe)
+    return {
+        "16 bit": transformer_pipeline_dir / "text_encoder_3",
+        "packed": packed / "text_encoder_3",
+    }
+
+
+@pytest.mark.parametrize("kind", ["16 bit", "packed"])
+@pytest.mark.parametrize("to", ["comfyui-int8", "sdnq", "fp8r", "single-file", "gguf:Q8_0"])
+def test_targets_of_denoisers_say_where_a_text_encoder_goes(to, kind, encoder_folders, tmp_path):
+    match = "a text encoder, and the target takes denoisers; export it to compressed-tensors, or"
+    with pytest.raises(InputError, match=match):
+        export(encoder_folders[kind], to=to, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

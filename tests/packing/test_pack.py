@@ -26,6 +26,7 @@ from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.storage.copying import copy_file
 from quantkit.storage.digest import sha256_of
+from quantkit.storage.sizes import tell_sizes
 from quantkit.storage.tensorfile import read_header
 from tests.support.headers import write_header
 from tests.support.packing import WEIGHTS, bits, calibration_of, component, run, small_tensors
@@ -69,9 +70,7 @@ def test_the_summary_counts_the_layers_of_each_scheme(source, tmp_path):
     assert max(summary.by_scheme().values()) > 2
     assert summary.by_scheme() == Counter(config.layers.values())
     assert summary.masked == sum(s.sparsity is not None for s in config.layers.values())
-    share = 100 * summary.bytes_after / summary.bytes_before
-    sizes = f"{summary.bytes_before:,} -> {summary.bytes_after:,} bytes ({share:.1f}%)"
-    assert sizes in str(summary)
+    assert tell_sizes(summary.bytes_before, summary.bytes_after) in str(summary)
 
 
 def test_the_header_tells_of_a_recipe_what_was_asked_for():

@@ -217,6 +217,8 @@ FOR_THE_COMMAND_LINE = (
     "quantkit.errors",
     "quantkit.progress",
     "quantkit.storage.limits",
+    "quantkit.storage.sizes",
+    "quantkit.recipe.recommended",
     "quantkit._version",
     "quantkit.bench.kernels.operations.OPERATIONS",
     "quantkit.bench.kernels.figures.Verdict",

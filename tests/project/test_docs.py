@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import shlex
 import shutil
@@ -283,6 +284,47 @@ def test_tutorial_runs_from_its_first_command_to_its_last(workplace):
                     called(smaller(shlex.join([*words, "--quiet"])))
     for made in ("cross.png", "fp8-report/report.html", "sparse-report/report.html"):
         assert (workplace / "tutorial" / made).is_file()
+
+
+#: What the tutorial says of a report: the mean SSIM, and the exit code.
+VERDICTS = re.compile(r"\b(0\.\d{3})\b(?:[^`]|`[^`]*`)*?exit code (\d)")
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive  # ten minutes and more
+@pytest.mark.timeout(3600)
+def test_tutorial_as_it_stands_gives_what_it_says(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "tutorial.md"
+    text = page.read_text("utf-8")
+    (tmp_path / "eval").symlink_to(ROOT / "eval")
+    (tmp_path / "tutorial").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found, output = [], ""
+    lines = [line for s in SNIPPETS if s.page == page and s.language == "console"
+             for line in shell_lines(s.text) if line[0] == "quantkit"]  # fmt: skip
+    for _, *words in lines:
+        done = CliRunner().invoke(quantkit, words)
+        output += done.stdout
+        if words[:2] == ["eval", "report"]:
+            file = Path(words[words.index("-o") + 1], "report.json")
+            ssim = next(g for g in json.loads(file.read_text())["gates"] if g["metric"] == "ssim")
+            found.append((ssim["found"], done.exit_code))
+        else:
+            assert done.exit_code == 0, done.output
+    told = [(float(ssim), int(code)) for ssim, code in VERDICTS.findall(text)]
+    assert [code for _, code in found] == [code for _, code in told]
+    assert [ssim for ssim, _ in found] == pytest.approx([ssim for ssim, _ in told], abs=3e-3)
+    for shown in ("unet: 16.8 MB -> 9.40 MB (55.8%)", "15.7 MB -> 15.4 MB (97.6%)"):
+        assert shown in text
+        assert shown in output
+    assert "10 of 118 layers" in text
+    assert "10 of 118 layers masked" in output
+    assert "118 packed layers" in output
+
+
+def test_the_tutorial_tells_two_verdicts():
+    text = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
+    assert [code for _, code in VERDICTS.findall(text)] == ["0", "3"]
 
 
 def run(snippet):

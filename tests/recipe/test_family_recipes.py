@@ -153,7 +153,7 @@ def test_dry_runs_are_told_in_words(published, tmp_path):
     text = CliRunner().invoke(command, ["run", name, str(path), "-o", str(output), "-n"]).output
     assert "494 layers packed, 0 of them sparse, 10 kept in 16 bit: 23,80" in text
     assert "with all 418 layers masked that may be: " in text
-    assert "79,373,008,896 bytes, 21 runs of the prompts" in text
+    assert "79.4 GB, 21 runs of the prompts" in text
     text = CliRunner().invoke(command, ["pack", str(path), "-r", name, "-o", "o", "-n"]).output
     assert "missing, planned as if given: --calibration, --hessians" in text
 

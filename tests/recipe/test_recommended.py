@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -13,11 +14,13 @@ from quantkit.models.general_family import GENERAL
 from quantkit.models.layer_plan import choose_edges
 from quantkit.models.recommended import tuned
 from quantkit.recipe.load import change_recipe, load_recipe, parse_recipe, recipe_names
+from quantkit.recipe.recommended import DEFAULT, RECOMMENDED
 from quantkit.recipe.schema import Recipe
 from quantkit.workflow.arguments import opened
 from tests.golden.make_keys import MODELS
 from tests.support.headers import golden_keys, write_component
 
+RECIPES = "docs/guides/recipes.md"
 #: What a row may set for a tuned recipe: not what makes it another recipe.
 SET = {"activation", "kept", "overrides", "smooth", "unmatched"}
 
@@ -115,12 +118,25 @@ def test_recipes_of_a_model_are_told_with_their_sizes(published):
     assert shares == pytest.approx([0.5, 0.5, 0.27], abs=0.02)
     text = invoke("recipes", published / "qwen_image").output
     assert "40.9 -> 20.5" in text
+    assert all(row.wish in text and row.cards in text for row in RECOMMENDED)
+
+
+def test_the_recommended_recipes_are_told_alike_everywhere():
+    pages = [Path(page).read_text(encoding="utf-8") for page in ("README.md", RECIPES)]
+    for row in RECOMMENDED:
+        recipe = load_recipe(row.recipe)
+        needs = {"calibration": recipe.needs_calibration, "second moments": recipe.needs_hessians}
+        told = ", ".join(name for name, needed in needs.items() if needed) or "nothing"
+        for page in pages:
+            assert f"| {row.wish} | `{row.recipe}` | {told} | {row.cards} |" in page
+    assert "default: fp8" in invoke("pack", "--help").output
+    assert not load_recipe(DEFAULT).needs_calibration
 
 
 def test_all_recipes_are_listed():
     rows = json.loads(invoke("recipes", "--json").stdout)
     assert [row["name"] for row in rows] == list(recipe_names())
-    assert all("why" not in row for row in rows)
+    assert all("wish" not in row for row in rows)
     lines = invoke("recipes").output.splitlines()
     assert sum(line.split()[:1] == ["fp8-sparse-budget"] for line in lines) == 1
     (gptq,) = (row for row in rows if row["name"] == "fp8-gptq")

@@ -111,7 +111,7 @@ def write_pages(folder):
     methods = folder / "methods"
     methods.mkdir()
     rows = []
-    for index, name in enumerate(("fp8", "int4 & more", "4:2", "int8", "int8 sparse")):
+    for index, name in enumerate(("fp8", "int4 & more", "2:4", "int8", "int8 sparse")):
         pairs = made(8, sigma=2.0 + 3 * index, side=48)
         save_pairs(pairs, methods / f"m{index}" / "images")
         (methods / f"m{index}" / "report.html").write_text("a report", encoding="utf-8")

@@ -19,7 +19,7 @@ from quantkit.inference.loading.saving import variant_of
 from quantkit.models.pipeline_index import denoiser_names, read_pipeline_index
 from quantkit.pipelines.compute_dtype import usual_dtype
 from quantkit.pipelines.replay import replay as replay_steps
-from quantkit.pipelines.running import loading_by_diffusers
+from quantkit.pipelines.running import loading_by_diffusers, refuse_absent
 from quantkit.storage.digest import Hashing
 from quantkit.storage.jsonfile import short
 
@@ -52,11 +52,12 @@ def load_pipeline(
         ModelError: not a pipeline directory, nothing in it is packed, or diffusers cannot load it.
         CheckpointError: a packed component breaks a rule of FORMAT.md, or does not fit its model;
             bytes that are not those that were written.
-        InputError: another dtype.
+        InputError: another dtype, or a GPU that is not there.
     """
     import diffusers
 
-    device = torch.device(device or "cpu")
+    device, named = torch.device(device or "cpu"), str(device)
+    refuse_absent(device, named)
     if torch_dtype is not None:
         check_dtype(torch_dtype, "load_pipeline")
     folder = _folder(path)

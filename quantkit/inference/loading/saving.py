@@ -67,11 +67,17 @@ def save_pretrained(  # noqa: PLR0917  diffusers' signature
         kwargs: must be empty.
 
     Raises:
-        InputError: an option that would need other bytes.
+        InputError: an option that would need other bytes, or a model that has no files.
         CheckpointError: the model does not hold what the files say any more.
     """
     del save_function
     files: tuple[Path, ...] = self.hf_quantizer.files
+    if not files:
+        raise InputError(
+            f"save_pretrained: {type(self).__name__} was packed in memory, which leaves no files; "
+            "save the 16-bit pipeline and run 'quantkit pack DIR -r RECIPE -o OUTPUT', which gives "
+            "the same codes"
+        )
     loaded = variant_of(files[0])
     refusals = {
         "safe_serialization=False: packed files are safetensors; leave it out": safe_serialization
