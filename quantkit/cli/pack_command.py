@@ -40,9 +40,9 @@ def pack(quiet: bool, as_json: bool, **given: Any) -> None:
     """Pack MODEL: a pipeline directory, a component directory (as its unet) or a hub id.
 
     Linear and Conv2d weights of the denoiser become codes, 2:4 sparse where the recipe says so,
-    and those of text encoders where it asks for it (--set text_encoders=int8). Everything else is
-    copied byte for byte. Without --calibration, weights are scaled from the weights alone and
-    activations per token.
+    and those of text encoders and the VAE where it asks for it (--set text_encoders=int8, --set
+    vae=int8). Everything else is copied byte for byte. Without --calibration, weights are scaled
+    from the weights alone and activations per token.
     Memory stays small whatever the model's size.
 
     With --dry-run, a calibration or second moments that the recipe needs may still be missing.
