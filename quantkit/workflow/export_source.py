@@ -104,6 +104,9 @@ def refuse_encoder(model: Model) -> None:
     Args:
         model: opened.
 
+    Returns:
+        nothing.
+
     Raises:
         InputError: it is one.
     """

@@ -94,7 +94,7 @@ def test_one_recipe_packs_denoiser_and_vae(pipeline_dir, tmp_path):
     assert {c.name for c in summary.components} == {"unet", "vae"}
     formats = {x.component: x.scheme.weight.name for x in summary.layers if x.scheme}
     assert formats == {"unet": "e4m3fn", "vae": "int8"}
-    assert verify(tmp_path / "packed").components == 2
+    assert verify(tmp_path / "packed").components == ("unet", "vae")
     pipe = quantkit.load_pipeline(tmp_path / "packed")
     assert {x.component for x in packed_layers(pipe)} == {"unet", "vae"}
     picture = pipe("abc", num_inference_steps=1, output_type="pt").images

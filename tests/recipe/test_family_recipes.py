@@ -151,7 +151,7 @@ def test_run_runs_dry_on_the_published_model(published, tmp_path, case):
 def test_dry_runs_are_told_in_words(published, tmp_path):
     name, path, output = "fp8-sparse-budget", published["flux"], tmp_path / "o"
     text = CliRunner().invoke(command, ["run", name, str(path), "-o", str(output), "-n"]).output
-    assert "494 layers packed, 0 of them sparse, 10 kept in 16 bit: 23,80" in text
+    assert "494 layers packed, 0 of them sparse, 10 kept in 16 bit: 23.8 GB" in text
     assert "with all 418 layers masked that may be: " in text
     assert "79.4 GB, 21 runs of the prompts" in text
     text = CliRunner().invoke(command, ["pack", str(path), "-r", name, "-o", "o", "-n"]).output
