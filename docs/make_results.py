@@ -133,7 +133,8 @@ _FAMILIES = (
     "Milliseconds a step, twenty in a row, one run a family; `torchao` is its dynamic FP8. A "
     "quarter has a quarter of\nthe blocks: `--config docs/notes/configs/NAME`. A dash: Chroma's "
     "forward copies a tensor from the CPU, which no CUDA\ngraph of a compiled model takes; the "
-    "last two contenders of SD 1.5 were not ready after 100 s.\n"
+    "last two contenders of SD 1.5 were not ready after 100 s; SD 3 and PixArt ran without\n"
+    "`int8-static-compiled`.\n"
 )
 
 
