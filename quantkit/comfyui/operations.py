@@ -172,6 +172,8 @@ class _Multiplier:
             weight: packed.
             bias: in the input's dtype.
         """
+        if self.layer is not None and weight is self.weight and bias is self.bias:
+            return self.layer
         params = weight.params
         parts = parts_of(weight._qdata, params)  # noqa: SLF001  its interface
         if self.layer is None:
@@ -180,8 +182,7 @@ class _Multiplier:
         elif weight is not self.weight:
             for part, tensor in parts.items():
                 self.layer.fill(part, tensor)
-        if weight is not self.weight or bias is not self.bias:
-            self.layer.register_parameter("bias", _as_parameter(bias))
+        self.layer.register_parameter("bias", _as_parameter(bias))
         self.weight, self.bias = weight, bias
         return self.layer
 

@@ -436,7 +436,7 @@ _FAMILIES = {
         *("gemm", "gemm_residual", "gemm_w16", "conv", "conv_residual", "geglu"),
         *("project_codes", "project_values", "project_heads", "project_gelu"),
     ),
-    "quantize": ("quantize_static", "quantize_token"),
+    "quantize": ("quantize_static", "quantize_token", "quantize_windows"),
     "norms": ("group_partials", "group_norm", "group_norm_codes"),
     "attention": (
         *("attention", "attention_f16", "attention_codes"),

@@ -444,7 +444,7 @@ def test_a_disk_that_is_full_before_is_told_before_the_run(model, tmp_path, monk
         command, [str(model.path), "-o", str(tmp_path / "h"), "--count", "1", "--quiet"]
     )
     assert isinstance(result.exception, OutputError)
-    assert re.search(r"h: 1 bytes free, expected [\d,]+; free some", str(result.exception))
+    assert re.search(r"h: 1 bytes free, expected [\d.]+ MB; free some", str(result.exception))
     assert not (tmp_path / "h").exists()
 
 

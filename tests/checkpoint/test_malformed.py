@@ -126,7 +126,7 @@ def test_tables_show_every_layer(packed, quantkit, monkeypatch):
     for cell in ("conv2d", "16x32x3x3", "e4m3fn", "channel", "2:4", "token", "9216", "2944"):
         assert cell in row
     assert "2 layers: " in quantkit("inspect", packed, "--quiet").out
-    assert "ok: 1 components, 2 packed layers, 8 tensors" in quantkit("verify", packed, "-q").out
+    assert "ok: 1 component, 2 packed layers, 8 tensors" in quantkit("verify", packed, "-q").out
 
 
 def test_pack_says_what_it_did(source, tmp_path, quantkit, monkeypatch):
@@ -143,7 +143,7 @@ def test_pack_says_what_it_did(source, tmp_path, quantkit, monkeypatch):
     assert re.search(r"kept by the recipe +│ +1 │ a\.fc", done)
     assert "Left out (other weights): other.bin" in done
     assert "copied: 1 files, 5 bytes" in done
-    assert re.search(r"UNet2DConditionModel: [\d,]+ -> [\d,]+ bytes \(\d+\.\d%\)", done)
+    assert re.search(r"UNet2DConditionModel: [\d.]+ \wB -> [\d.]+ \wB \(\d+\.\d%\)", done)
 
 
 # MODEL
