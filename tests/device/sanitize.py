@@ -19,11 +19,14 @@ CORE = ("tests/packing/test_native.py", "tests/checkpoint/test_code_rules.py")
 _ATTENTION = ((1, 1, 64), (37, 101, 96), (33, 128, 160), (130, 43, 64))
 _NORMS = ((1, 1, 64), (65, 3, 96), (130, 2, 320), (7, 2, 2560))
 _SUMS = ((1, 1, 64), (19, 21, 160), (67, 130, 288))
+_WINDOWS = ((1, 1, 72), (7, 1, 1224), (19, 1, 2880))
 #: first word of an operation's name -> sizes of the samples that it draws itself
 SAMPLED = {
     **dict.fromkeys(("attention", "head", "value", "project", "joint", "stream"), _ATTENTION),
     **dict.fromkeys(("group", "observe"), _NORMS),
 }
+#: the same by the last word, which counts first
+SAMPLED_LAST = {"residual": _SUMS, "windows": _WINDOWS}
 
 
 def main():
@@ -107,15 +110,15 @@ def launch_all(variant, layout):
     from tests.support.kernel_cases import gemm_case, shapes_of
 
     generator = torch.Generator().manual_seed(1)
-    kind = variant.op.name.partition("_")[0]
+    kind, last = variant.op.name.partition("_")[0], variant.op.name.rpartition("_")[2]
+    sampled = SAMPLED_LAST.get(last) or SAMPLED.get(kind)
+    if sampled:
+        return sum(sample(variant, layout, size, generator) for size in sampled)
     if kind == "quantize":
         rows = [(1, 1), (7, 17), (9, 1025), (3, 520), (2, 2056), (1, 16400)]
         for m, k in rows:
             quantize(variant, layout, m, k)
         return len(rows)
-    sampled = _SUMS if variant.op.name.endswith("_residual") else SAMPLED.get(kind)
-    if sampled:
-        return sum(sample(variant, layout, size, generator) for size in sampled)
     if variant.op.name == "gemm_w16":
         from tests.device.test_weight_only import SHAPES, case_of
 
