@@ -259,7 +259,7 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc, override]  # a
         return self.defers and plain and not is_watched(self)
 
     def _by_bands(self, x: Tensor) -> Tensor:
-        product = Product(self, Stored(x))
+        product = Product(Stored(x), self)
         if torch.compiler.is_compiling():
             # The compiler fuses what unfolds with what quantizes.
             return product.lines(0, product.shape[1]).permute(0, 3, 1, 2)

@@ -19,7 +19,7 @@ from quantkit.device.torch_operators import OPERATORS
 from quantkit.numerics.norms import chunk_pixels
 
 if TYPE_CHECKING:
-    from quantkit.inference.layers.modules import PackedConv2d
+    from quantkit.numerics.conv_windows import Windows
 
 #: Bytes that the codes of the windows of a band may take, unless a line takes more.
 BAND = 64 * 2**20
@@ -47,6 +47,18 @@ class Content(Protocol):
 
     def release(self) -> None:
         """Give up what can be computed again for few lines at a time."""
+
+
+class Convolution(Protocol):
+    """A layer that multiplies windows, each with a scale: a packed convolution."""
+
+    windows: Windows
+    #: output features, and values of a window
+    n: int
+    k: int
+
+    def multiply_windows(self, pixels: Tensor, windows: Windows) -> Tensor:
+        """Return products (B, OH, OW, N) of windows of (B, H, W, C)."""
 
 
 def whole(content: Content) -> Tensor:
@@ -128,13 +140,8 @@ class Remade:
 
     def release(self) -> None:
         """Give the picture up, if it is large."""
-        if self.is_large:
+        if prod(self.shape) * self.dtype.itemsize > LARGE:
             self.picture = None
-
-    @property
-    def is_large(self) -> bool:
-        """True where it is worth the time to compute it again."""
-        return prod(self.shape) * self.dtype.itemsize > LARGE
 
     def whole(self) -> Tensor:
         """Return the picture, and keep it."""
@@ -144,10 +151,36 @@ class Remade:
 
 
 @dataclass(frozen=True, eq=False)
-class Normed:
-    """A group norm of a picture, perhaps with an activation."""
+class _OfOther:
+    """A picture that is computed of one other; of the same shape, if nothing else is said."""
 
     source: Content
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, W, C)."""
+        return self.source.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the source."""
+        return self.source.dtype
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes of a line."""
+        b, _, w, c = self.shape
+        return b * w * c * self.dtype.itemsize
+
+    def release(self) -> None:
+        """Give up what the source can."""
+        self.source.release()
+
+
+@dataclass(frozen=True, eq=False)
+class Normed(_OfOther):
+    """A group norm of a picture, perhaps with an activation."""
+
     weight: Tensor | None
     bias: Tensor | None
     #: mean and variance of groups, float64 (B, G, 2)
@@ -168,22 +201,6 @@ class Normed:
         rows = source.lines(0, h).reshape(b, h * w, c)
         partials = OPERATORS["group_partials"](rows, None, groups).double()
         return Normed(source, weight, bias, _merged(partials, h * w, c // groups), eps)
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(B, H, W, C)."""
-        return self.source.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the source."""
-        return self.source.dtype
-
-    @property
-    def line_bytes(self) -> int:
-        """Bytes of the source's line."""
-        b, _, w, c = self.shape
-        return b * w * c * self.dtype.itemsize
 
     def activated(self, activation: str) -> Normed:
         """Return the same with an activation."""
@@ -208,33 +225,16 @@ class Normed:
         y: Tensor = OPERATORS["group_norm"](*given)
         return y.reshape(b, last - first, w, c)
 
-    def release(self) -> None:
-        """Give up what the source can."""
-        self.source.release()
-
 
 @dataclass(frozen=True, eq=False)
-class Doubled:
+class Doubled(_OfOther):
     """A picture upsampled by 2, each pixel four times."""
-
-    source: Content
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, W, C)."""
         b, h, w, c = self.source.shape
         return b, 2 * h, 2 * w, c
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the source."""
-        return self.source.dtype
-
-    @property
-    def line_bytes(self) -> int:
-        """Bytes of a line."""
-        b, _, w, c = self.shape
-        return b * w * c * self.dtype.itemsize
 
     def lines(self, first: int, last: int) -> Tensor:
         """Return some of its lines."""
@@ -244,28 +244,18 @@ class Doubled:
         twice = few.expand(b, end - start, 2, w // 2, 2, c).reshape(b, 2 * (end - start), w, c)
         return twice[:, first - 2 * start : last - 2 * start]
 
-    def release(self) -> None:
-        """Give up what the source can."""
-        self.source.release()
-
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class Product(_OfOther):
     """A convolution with a scale per window, or per pixel where that is the window."""
 
-    layer: PackedConv2d
-    source: Content
+    layer: Convolution
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, OH, OW, N)."""
         b, h, w, _ = self.source.shape
         return (b, *self.layer.windows.outputs(h, w), self.layer.n)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the source."""
-        return self.source.dtype
 
     @property
     def line_bytes(self) -> int:
@@ -282,10 +272,6 @@ class Product:
         band = self.source.lines(max(start, 0), min(end + 1, height))
         padding = (left, right, max(-start, 0), max(end + 1 - height, 0))
         return self.layer.multiply_windows(band, replace(windows, padding=padding))
-
-    def release(self) -> None:
-        """Give up what the source can."""
-        self.source.release()
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from quantkit.inference.pictures.content import (
     Content,
+    Convolution,
     Doubled,
     Normed,
     Product,
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from typing_extensions import Self
-
-    from quantkit.inference.layers.modules import PackedConv2d
 
 #: Channels that ``group_norm`` loads at once.
 _ALIGNED = 8
@@ -92,13 +91,13 @@ class Deferred(Tensor):
         return content.picture
 
 
-def convolved(layer: PackedConv2d, x: Tensor) -> Deferred:
+def convolved(layer: Convolution, x: Tensor) -> Deferred:
     """Return the convolution of a picture (B, C, H, W), put off."""
     source = _content(x)
     # Of what a convolution gives, lines would be computed again for every window along H.
     if isinstance(source, Product | Sum):
         source = _kept(x)
-    return Deferred(Product(layer, source), x)
+    return Deferred(Product(source, layer), x)
 
 
 def _content(x: Tensor) -> Content:
