@@ -68,16 +68,16 @@ def load_model(path: Path, *, replay: bool) -> Any:
         ModelError: no layout is known for its class, or ComfyUI does not know the model.
     """
     component = _packed_denoiser(path)
-    found = Surroundings()
-    found.buckets = buckets = {
+    buckets = {
         edges: TimestepBuckets(edges)
         for edges in {entry.scheme.buckets for entry in component.config.schemes}
         if edges
     }
+    surroundings = Surroundings(buckets)
     state = {**denoiser_state(component), **_prediction_marks(path, component.class_name)}
     patcher = comfy.sd.load_diffusion_model_state_dict(
         state,
-        model_options={"custom_operations": make_operations(found)},
+        model_options={"custom_operations": make_operations(surroundings)},
         disable_dynamic=replay,
     )
     if patcher is None:
@@ -90,7 +90,7 @@ def load_model(path: Path, *, replay: bool) -> Any:
         _find_buckets(patcher.model.diffusion_model, buckets.values(), convert)
     if replay:
         forward = replay_steps(patcher.model.diffusion_model, patcher.load_device)
-        found.changes = forward.forget
+        surroundings.changes = forward.forget
     return patcher
 
 

@@ -40,7 +40,7 @@ KINDS = (
     Kind(
         "a ControlNet",
         re.compile(r"control_model\..*|controlnet_.*|(.*\.)?input_hint_block\..*"),
-        "only denoisers are packed; diffusers loads it beside a packed one",
+        "only denoisers are packed; diffusers loads it together with a packed one",
     ),
     Kind(
         "a language model",
@@ -55,7 +55,7 @@ KINDS = (
     Kind(
         "a VAE",
         re.compile(r"((first_stage_model|vae)\.)?decoder\.(conv_in|conv1|mid|middle)\b.*"),
-        "give the file of the denoiser; it stays in 16 bit in a packed pipeline",
+        "give the file of the denoiser, or the pipeline's folder with vae: int8 in the recipe",
     ),
 )
 #: A pipeline of each layout that is published, for the example of a command.

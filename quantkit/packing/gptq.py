@@ -126,9 +126,9 @@ class Rounding:
             return self._damped(ROUNDING_DAMPING)
         rows = held.rows.float()
         rows = (rows - self._moments.mean if self._centred else rows) * held.weights.sqrt()[:, None]
-        # One factor at a time: each is as large as the moments.
-        lost = {d: expected_error(self._damped(d), rows, steps) for d in DAMPINGS}
-        return self._damped(min(lost, key=lost.__getitem__))
+        # Made one by one, for each is as large as the moments: two are there at once.
+        tried = map(self._damped, DAMPINGS)
+        return min(tried, key=lambda factor: expected_error(factor, rows, steps))
 
     def _damped(self, damping: float) -> Factor:
         return factorize(self.moment, damping=damping, order=self._order)

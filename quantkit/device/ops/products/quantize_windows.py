@@ -82,8 +82,7 @@ def _sample(
     x = torch.randn(2, 1, -(-m // 2), channels, generator=generator)
     some = variant.word("QK_SMOOTH")
     smooth = torch.rand(channels, generator=generator) + 0.5 if some else None
-    given_smooth = smooth if variant.word("QK_SMOOTH") else None
-    return (x.to(IO_DTYPES[variant.word("QK_IO")]), given_smooth), (
+    return (x.to(IO_DTYPES[variant.word("QK_IO")]), smooth), (
         windows.numbers,
         variant.word("QK_X_FORMAT"),
     )
