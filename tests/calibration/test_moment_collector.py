@@ -9,13 +9,12 @@ from quantkit.bench.models.denoiser_inputs import make_inputs
 from quantkit.calibration.moments import collect_hessians, moment_collector
 from quantkit.calibration.moments.moment_collector import MomentCollector
 from quantkit.calibration.moments.shared_moments import SharedInputs, UnsharedInputError
-from quantkit.pipelines import recorded_step
 from quantkit.pipelines import replayed_step as replaying
 from quantkit.progress import silent
 from quantkit.recipe.calibration import CalibrationRecipe
 from tests.support.denoisers import tiny_denoiser
 from tests.support.observed import Scheduler, layer_of
-from tests.support.recording import capture_on_cpu
+from tests.support.recording import capture_on_cpu, record_on_cpu
 
 STEPS = (900.0, 600.0, 20.0)
 #: what a step counts, another number for each
@@ -58,9 +57,7 @@ def test_shared_and_replayed_moments_are_those_of_each_layer(name, share, monkey
     monkeypatch.setattr(moment_collector, "step_weights", lambda *_: WEIGHTS)
     wanted, every = moments_of(name, share=False, recipe=recipe)
     assert every == len(wanted)
-    monkeypatch.setattr(replaying, "_RECORDING", ("cpu",))
-    monkeypatch.setattr(recorded_step, "run_aside", lambda run, _: run())
-    monkeypatch.setattr(recorded_step, "capture", capture)
+    record_on_cpu(monkeypatch, capture)
     found, some = moments_of(name, share=True, recipe=recipe)
     assert len(captured) == 1
     assert some < every

@@ -12,7 +12,7 @@ from quantkit.pipelines import recorded_step
 from quantkit.pipelines import replayed_step as replaying
 from tests.support.denoisers import tiny_denoiser
 from tests.support.observed import LAYERS, Denoiser, Scheduler, layer_of
-from tests.support.recording import capture_on_cpu
+from tests.support.recording import capture_on_cpu, record_on_cpu
 
 STEPS = (900.0, 600.0, 500.0, 20.0)
 
@@ -26,9 +26,7 @@ def on_cpu(monkeypatch):
         captured.append(run)
         return capture_on_cpu(run, device, pool)
 
-    monkeypatch.setattr(replaying, "_RECORDING", ("cpu",))
-    monkeypatch.setattr(recorded_step, "run_aside", lambda run, _: run())
-    monkeypatch.setattr(recorded_step, "capture", capture)
+    record_on_cpu(monkeypatch, capture)
     return captured
 
 

@@ -10,12 +10,10 @@ from torch import nn
 from quantkit.numerics.formats import INT8
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.pipelines import recorded_step
-from quantkit.pipelines import replayed_step as replaying
 from tests.comfyui.test_operations import weight_of
 from tests.support.comparisons import is_near
 from tests.support.fake_comfy import make_module
-from tests.support.recording import capture_on_cpu
+from tests.support.recording import record_on_cpu
 
 pytestmark = pytest.mark.usefixtures("comfy_sd", "on_cpu")
 
@@ -25,9 +23,7 @@ SCHEME = Scheme(INT8, PerChannel(), None, Activation.TOKEN)
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Let the CPU record."""
-    monkeypatch.setattr(replaying, "_RECORDING", ("cpu",))
-    monkeypatch.setattr(recorded_step, "run_aside", lambda run, _: run())
-    monkeypatch.setattr(recorded_step, "capture", capture_on_cpu)
+    record_on_cpu(monkeypatch)
 
 
 class Denoiser(nn.Module):

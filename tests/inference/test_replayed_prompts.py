@@ -17,9 +17,8 @@ from quantkit.numerics.formats import E4M3FN
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme
 from quantkit.pipelines import recorded_step
-from quantkit.pipelines import replayed_step as replaying
 from tests.support.packed import packed_module
-from tests.support.recording import capture_on_cpu
+from tests.support.recording import record_on_cpu
 
 TOKEN = Scheme(E4M3FN, PerChannel(), None, Activation.TOKEN)
 
@@ -68,9 +67,7 @@ def computed(monkeypatch):
 @pytest.fixture
 def model(monkeypatch):
     """A model whose step is recorded, and was launched once."""
-    monkeypatch.setattr(replaying, "_RECORDING", ("cpu",))
-    monkeypatch.setattr(recorded_step, "run_aside", lambda run, _: run())
-    monkeypatch.setattr(recorded_step, "capture", capture_on_cpu)
+    record_on_cpu(monkeypatch)
     return Denoiser().eval()
 
 

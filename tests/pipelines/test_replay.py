@@ -18,15 +18,13 @@ from quantkit.pipelines import replayed_step as replaying
 from quantkit.pipelines.model_snapshot import Snapshot
 from tests.support.comparisons import is_near
 from tests.support.denoisers import output_of, tiny_denoiser
-from tests.support.recording import capture_on_cpu
+from tests.support.recording import capture_on_cpu, record_on_cpu
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Let the CPU record."""
-    monkeypatch.setattr(replaying, "_RECORDING", ("cpu",))
-    monkeypatch.setattr(recorded_step, "run_aside", lambda run, _: run())
-    monkeypatch.setattr(recorded_step, "capture", capture_on_cpu)
+    record_on_cpu(monkeypatch)
 
 
 @pytest.fixture

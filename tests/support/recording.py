@@ -5,6 +5,7 @@ from contextvars import copy_context
 from torch.utils import _pytree as pytree
 
 from quantkit.device.log import KernelLog
+from quantkit.pipelines import recorded_step, replayed_step
 from quantkit.pipelines.recorded_step import Recording
 
 
@@ -20,3 +21,10 @@ def capture_on_cpu(run, device, pool):
                 old.copy_(new)
 
     return Recording(launch, output, pool, KernelLog())
+
+
+def record_on_cpu(monkeypatch, capture=capture_on_cpu):
+    """Let the CPU record, as ``capture`` does."""
+    monkeypatch.setattr(replayed_step, "_RECORDING", ("cpu",))
+    monkeypatch.setattr(recorded_step, "run_aside", lambda run, _: run())
+    monkeypatch.setattr(recorded_step, "capture", capture)
