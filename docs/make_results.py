@@ -1,9 +1,10 @@
 """Write docs/notes/results.md from docs/notes/results: ``python docs/make_results.py``."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 HERE = Path(__file__).parent / "notes"
@@ -133,8 +134,8 @@ _FAMILIES = (
     "Milliseconds a step, twenty in a row, one run a family; `torchao` is its dynamic FP8. A "
     "quarter has a quarter of\nthe blocks: `--config docs/notes/configs/NAME`. A dash: Chroma's "
     "forward copies a tensor from the CPU, which no CUDA\ngraph of a compiled model takes; the "
-    "last two contenders of SD 1.5 were not ready after 100 s; SD 3 and PixArt ran without\n"
-    "`int8-static-compiled`.\n"
+    "last two contenders of SD 1.5 were not ready after 100 s; the others ran without those that\n"
+    "show one. Peak memory in 16 bit is that of `f16`, where it ran, else of `f16-compiled`.\n"
 )
 
 
@@ -159,7 +160,14 @@ def _families() -> str:
     groups = dict.fromkeys(group for profile in profiles.values() for group in profile)
     spent = [[n, *(f"{profile.get(g, 0):.2f}" for g in groups)] for n, profile in profiles.items()]
     shown = (_table(("", *_FAMILY_COLUMNS), times), _table(("ms of int8", *groups), spent))
-    return "\n".join((_FAMILIES, *shown))
+    return "\n".join((_FAMILIES, shown[0], _mean_ratio(runs.values()), shown[1]))
+
+
+def _mean_ratio(runs: Iterable[dict[str, Any]]) -> str:
+    rows = [found for run in runs if _DENSE in (found := _timed(run))]
+    ms = [[row[key]["in_a_row"]["p50_us"] for key in (_DENSE, _PACKED)] for row in rows]
+    mean = geometric_mean(dense / packed for dense, packed in ms)
+    return f"Geometric mean of compiled f16 / replayed int8 over {len(ms)} families: {mean:.2f}.\n"
 
 
 def _timed(found: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +182,8 @@ def _family_cells(name: str, found: dict[str, Any]) -> Iterator[str]:
     ms = {contender: row["in_a_row"]["p50_us"] / 1e3 for contender, row in rows.items()}
     yield from (f"{ms[key]:.2f}" if key in ms else "-" for key in _FAMILY_CONTENDERS)
     yield f"{ms[_DENSE] / ms[_PACKED]:.2f}" if _DENSE in ms else "-"
-    yield from (f"{rows[key]['peak_bytes'] / 1e6:.0f}" for key in ("f16", _PACKED))
+    dense = rows.get("f16") or rows[_DENSE]
+    yield from (f"{row['peak_bytes'] / 1e6:.0f}" for row in (dense, rows[_PACKED]))
 
 
 def _section(run: Run, tables: Any) -> str:

@@ -10,6 +10,7 @@ from quantkit.device.torch_operators import OPERATORS, OVERLOADS
 from quantkit.fusion.checking import WrongKernelError, run_checked
 from quantkit.fusion.patterns import picture_operators
 from quantkit.fusion.patterns.channels_last import laid_out, reads_pixels, with_picture_calls
+from quantkit.fusion.patterns.picture_operators import cloned_rows
 from quantkit.fusion.simplify import simplify
 from quantkit.fusion.trace import trace
 from tests.support.kernel_cases import need
@@ -127,6 +128,59 @@ def test_a_residual_is_added_by_the_convolution():
     assert "conv_int8_residual" in names
     assert not {"add"} & {*names}
     near(found, expected)
+
+
+@pytest.mark.parametrize("channels", [32, 20])
+def test_parts_of_a_convolution_have_their_bias(channels):
+    """As gated convolutions have them: the last part may be smaller."""
+    conv, deep = convolution(), nn.Conv2d(C, C, 3, padding=1, groups=C).half()
+
+    def step(x):
+        first, *others = deep(conv(x)).split(channels, 1)
+        return conv(torch.cat([functional.silu(first), *others], 1))
+
+    names, found, expected = laid(step, picture())
+    whole = channels == C
+    assert names.count("add") == (1 if whole else 2)
+    near(found, expected)
+
+
+def test_an_unsplit_convolution_keeps_its_bias():
+    conv, deep = convolution(), nn.Conv2d(C, C, 3, padding=1).half()
+
+    def step(x):
+        y = deep(conv(x))
+        return conv(y[:, :16].repeat(1, 2, 1, 1) + y)
+
+    names, found, expected = laid(step, picture())
+    assert names.count("add") == 1
+    near(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 30, C), (3, 1, C)])
+def test_a_copy_before_a_batched_product_keeps_its_rows(shape):
+    """Linear attention: heads (B, 4, 8, N) of rows of tokens."""
+    conv = convolution()
+
+    def step(x, rows):
+        heads = rows.transpose(1, 2).unflatten(1, (4, 8)).relu().float()
+        scores = heads @ heads.transpose(-1, -2)
+        return conv(x), scores @ heads
+
+    x, rows = picture(), picture(*shape)
+    program = simplify(trace(lambda: step(x, rows), (x, rows))[0])
+    operators = [call.operator for call in with_picture_calls(program).calls]
+    assert operators.count(cloned_rows) == (1 if shape[1] > 1 else 0)
+    found, answer = laid_out(with_picture_calls(program), (x, rows))
+    torch.testing.assert_close(answer, step(x, rows), rtol=1e-6, atol=1e-6)
+    multiplied = [c.arguments for c in found.calls if c.operator is torch.ops.aten.bmm.default]
+    assert [found.layouts[right].strides[-2] for _, right in multiplied] == [C // 4, 1]
+
+
+def test_copies_of_rows_are_the_same_matrices():
+    x = picture(2, 3, 5, 7)
+    torch.testing.assert_close(cloned_rows(x), x, rtol=0, atol=0)
+    assert cloned_rows(x).stride() == (105, 35, 1, 5)
 
 
 def test_pixels_are_repeated_as_codes_may_be():

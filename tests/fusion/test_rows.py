@@ -259,6 +259,16 @@ def test_small_results_are_computed_again_where_they_are_read():
     compared(step, normal(3, 64, 48), normal(3, 1, 48), normal(48))
 
 
+def test_a_copy_in_another_order_is_written_at_once():
+    """What linear attention multiplies: heads of tokens, in float32, batch by batch."""
+
+    def step(x):
+        heads = x.unflatten(-1, (4, 8)).permute(0, 2, 3, 1)
+        return torch.relu(heads).float().transpose(-1, -2).contiguous()
+
+    assert compared(step, normal(2, 6, 32)).is_contiguous()
+
+
 def test_what_reads_another_place_reads_memory():
     """A sum with the previous token, and one with a transposed matrix."""
 

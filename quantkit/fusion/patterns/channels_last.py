@@ -10,6 +10,8 @@ more, with these in place of torch's calls:
     nearest upsampling by 2  a copy of pixels, which a row kernel makes of codes
     add, group norm, silu    group_partials and group_norm
     the same, then quantize  group_partials and group_norm_codes
+    split of a convolution   parts that the bias is added to, which row kernels do where they read
+    clone, then bmm          a copy whose rows stay rows, seen as the transposed one
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +29,12 @@ from quantkit.device.ops.checks import IO_DTYPES
 from quantkit.device.ops.table import OPS
 from quantkit.device.torch_operators import OVERLOADS
 from quantkit.fusion.patterns.codes_of_products import QUANTIZE
-from quantkit.fusion.patterns.picture_operators import PictureNorm, SummedConvolution
+from quantkit.fusion.patterns.picture_operators import (
+    PictureNorm,
+    SummedConvolution,
+    cloned_rows,
+    convolved_parts,
+)
 from quantkit.fusion.program import Call, Layout, Program, Value
 from quantkit.fusion.rows.access import Access, Dim, is_identity, merged
 from quantkit.fusion.simplify import simplify, without_unread
@@ -42,7 +49,8 @@ _CONVOLUTIONS = {
     OVERLOADS[op.name]: f"{op.name}_residual" for op in OPS.values() if op.family == "conv"
 }
 _GROUP_NORM, _SILU = _ATEN.native_group_norm.default, _ATEN.silu.default
-_ADD = _ATEN.add.Tensor
+_ADD, _SPLIT = _ATEN.add.Tensor, _ATEN.split.Tensor
+_CONVOLUTION, _CLONE = _ATEN.convolution.default, _ATEN.clone.default
 
 
 def reads_pixels(program: Program) -> bool:
@@ -91,16 +99,21 @@ class _Pictures:
         """Return the call in the place of another, which may be itself."""
         if call.writes or not self.sources.program.written.isdisjoint(call.results):
             return call
-        if call.operator in QUANTIZE:
-            return self._codes(call) or call
-        if call.operator is _SILU:
-            return self._activated(call) or call
-        if call.operator is _ADD:
-            return self._added(call) or call
-        if call.operator is _GROUP_NORM:
-            return self._normed(call, call, "") or call
+        found = self._pattern_of(call)
         instead = _INSTEAD.get(call.operator)
-        return call if instead is None else replace(call, operator=instead)
+        return found or (call if instead is None else replace(call, operator=instead))
+
+    def _pattern_of(self, call: Call) -> Call | None:
+        """Return the call that does what a call and those before it do; None: there is none."""
+        if call.operator in QUANTIZE:
+            return self._codes(call)
+        if call.operator is _GROUP_NORM:
+            return self._normed(call, call, "")
+        patterns = {
+            _SILU: self._activated, _ADD: self._added, _SPLIT: self._parted, _CLONE: self._turned,
+        }  # fmt: skip
+        pattern = patterns.get(call.operator)
+        return pattern(call) if pattern else None
 
     def _activated(self, call: Call) -> Call | None:
         """Return the norm with its activation; None where no norm is before it."""
@@ -126,6 +139,29 @@ class _Pictures:
                 return replace(call, operator=operator, arguments=(picture, *conv.arguments))
         return None
 
+    def _parted(self, split: Call) -> Call | None:
+        """Return a convolution that ends in parts of its channels; None where it has no bias."""
+        picture, size, axis = (*split.arguments, 0)[:3]
+        conv = self.sources.makers.get(picture)
+        if conv is None or conv.operator is not _CONVOLUTION or axis != 1:
+            return None
+        seen = [call for call in self.sources.program.calls if picture in call.reads]
+        if conv.arguments[2] is None or seen != [split] or not self._is_picture(picture):
+            return None
+        arguments = (size, *conv.arguments)
+        return replace(split, operator=convolved_parts, arguments=arguments, fresh=True)
+
+    def _is_picture(self, value: Value) -> bool:
+        return len(self.sources.program.layouts[value].shape) == 4
+
+    def _turned(self, clone: Call) -> Call | None:
+        """Return a copy that keeps its columns side by side; None where others read rows."""
+        *_, rows, _ = (0, 0, *self.sources.program.layouts[clone.arguments[0]].strides)
+        readers = {call.operator for call in self.sources.readers.get(clone.result, ())}
+        if rows != 1 or readers != {_ATEN.bmm.default}:
+            return None
+        return replace(clone, operator=cloned_rows, keywords={})
+
     def _takes(self, conv: Call, picture: Value, add: Call) -> bool:
         layouts = self.sources.program.layouts
         *_, w_scale, _, _, _, _, dtype = conv.arguments
@@ -139,7 +175,7 @@ class _Pictures:
     def _maker_of_picture(self, picture: Value, reader: Call) -> Call | None:
         """Return the convolution of ours whose pixels a picture has, perhaps copied."""
         copy = self.sources.maker_for(picture, reader)
-        if copy is not None and copy.operator is _ATEN.clone.default:
+        if copy is not None and copy.operator is _CLONE:
             picture, reader = copy.arguments[0], copy
         conv = self.sources.only_maker(picture, reader)
         if conv is None or conv.operator not in _CONVOLUTIONS:
@@ -152,7 +188,7 @@ class _Pictures:
         """Return the call that made a picture whose pixels are rows that one call alone reads."""
         maker = self.sources.only_maker(rows, reader)
         if maker is None or not self._are_pixels(rows, maker.results[0]):
-            copy = maker if maker and maker.operator is _ATEN.clone.default else None
+            copy = maker if maker and maker.operator is _CLONE else None
             pixels = copy.arguments[0] if copy else rows
             picture = self.sources.base(pixels)
             if copy is None or not self._are_pixels(pixels, picture):
@@ -252,8 +288,8 @@ def _upsampled(x: Tensor, size: Sequence[int], *factors: float | None) -> Tensor
 
 #: In place of torch's operators: with the same arguments.
 _INSTEAD: dict[Any, Callable[..., Any]] = {
-    _ATEN.convolution.default: _convolved,
-    _ATEN.clone.default: _cloned,
+    _CONVOLUTION: _convolved,
+    _CLONE: _cloned,
     _ATEN.cat.default: _joined,
     _ATEN.upsample_nearest2d.default: _upsampled,
     # A picture with other strides may have no such view.

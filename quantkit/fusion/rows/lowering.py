@@ -96,7 +96,32 @@ class Rows:
         halves = level is Level.HALF and node.level is Level.FULL and is_every_second(access)
         if halves and layout.offset in {0, 1}:
             return Second(Level.HALF, odd=layout.offset == 1, of=node)
-        raise NotARowError
+        full = node.level is level is Level.FULL
+        if not full or (elsewhere := self._elsewhere(value, layout, result)) is None:
+            raise NotARowError
+        return elsewhere
+
+    def _elsewhere(self, value: Value, seen: Layout, result: Layout) -> Node | None:
+        """Return what elementwise calls of one tensor give, at the places of a view of it.
+
+        None where that is read of memory more cheaply, or is computed in this kernel.
+        """
+        base = self.sources.base(value)
+        made, maker = self.layout(base), self.sources.makers.get(base)
+        if maker is None or len(maker.reads) != 1 or not is_expression(maker):
+            return None
+        (of,) = maker.reads
+        whole = self.layout(of)
+        smaller = whole.dtype.itemsize <= made.dtype.itemsize
+        if whole != replace(made, dtype=whole.dtype) or seen.offset != made.offset or not smaller:
+            return None
+        same = replace(seen, dtype=whole.dtype, offset=whole.offset)
+        node = self._elsewhere(of, same, result)
+        if node is None:
+            if self.sources.base(of) in self.nodes or of in self.sources.program.written:
+                return None
+            node = self._load(of, self._access(same, result), Level.FULL)
+        return Map(Level.FULL, expression_of(maker), (node,))
 
     def _is_of_rows(self, access: Access, level: Level) -> bool:
         if self.columns is None or level is Level.ROW:
