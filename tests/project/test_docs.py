@@ -313,7 +313,8 @@ def test_tutorial_as_it_stands_gives_what_it_says(tmp_path, monkeypatch):
             assert done.exit_code == 0, done.output
     told = [(float(ssim), int(code)) for ssim, code in VERDICTS.findall(text)]
     assert [code for _, code in found] == [code for _, code in told]
-    assert [ssim for ssim, _ in found] == pytest.approx([ssim for ssim, _ in told], abs=3e-3)
+    # Processors round sums differently, and eight pictures differ by it: 0.906 and 0.910 were seen.
+    assert [ssim for ssim, _ in found] == pytest.approx([ssim for ssim, _ in told], abs=1e-2)
     for shown in ("unet: 16.8 MB -> 9.40 MB (55.8%)", "15.7 MB -> 15.4 MB (97.6%)"):
         assert shown in text
         assert shown in output
