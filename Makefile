@@ -26,7 +26,7 @@ SAMPLE ?= 200
 SEED ?= 1
 GROUPS ?=
 
-.PHONY: help demo test test-all slow fast nightly oldest sanitize fuzz mutants golden check format docs clean
+.PHONY: help demo test test-all slow fast nightly oldest sanitize fuzz mutants golden check format docs dist clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -77,6 +77,9 @@ format: $(INSTALLED) ## format the code
 
 docs: $(INSTALLED) ## build the pages strictly; opens as build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+dist: $(INSTALLED) ## what a release uploads: sdist and wheel, built twice and equal to the byte
+	.ci/dist
 
 clean: ## remove what was built and installed
 	rm -rf $(VENV) $(OLDEST) build dist *.egg-info demo-output

@@ -21,11 +21,12 @@ FILE_LIST = "quantkit.files.json"
 SCHEMA = "quantkit.files"
 VERSION = 1
 
-#: For people who find the files: which programs read them. Nothing reads it back.
-NOTE = "README.quantkit.md"
+#: The model card, for people who find the files: not listed, since evaluations and authors add to
+#: it.
+CARD = "README.md"
 
 #: What quantkit adds to a directory: no part of the model, and never copied with it.
-MADE = (FILE_LIST, MARKER, NOTE)
+MADE = (FILE_LIST, MARKER, CARD)
 
 #: What the loaders of a component read besides its weights: configs, vocabularies, code, templates.
 _READ_BESIDE = (".json", ".txt", ".model", ".py", ".jinja")
@@ -209,7 +210,7 @@ def _name(name: str) -> str:
     if path.as_posix() != name:
         # Else one file could stand there twice.
         raise ValueError(f"{name!r:.80} is not as short as it can be")
-    if path.name in MADE:
+    if path.name in (FILE_LIST, MARKER):
         raise ValueError(f"{name!r:.80} is no part of the model")
     return name
 

@@ -10,6 +10,8 @@ from quantkit.errors import ModelError
 from quantkit.models.pipeline_index import denoiser_names, read_pipeline_index
 
 _INDEX = ["model_index.json", "config.json"]
+#: Its metadata has the licence.
+_CARD = "README.md"
 
 #: Files of a component that are no weights.
 _OTHERS = ("*.json", "*.txt", "*.model")
@@ -57,20 +59,27 @@ def fetch_missing(folder: Path, name: str) -> None:
         folder: any; a snapshot is ``models--OWNER--NAME/snapshots/REVISION``.
         name: of the file.
     """
-    repository = folder.parent.parent.name
-    is_snapshot = repository.startswith("models--") and folder.parent.name == "snapshots"
-    if not is_snapshot or (folder / name).is_file():
+    repository = repository_of(folder)
+    if not repository or (folder / name).is_file():
         return
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HFValidationError
 
     with suppress(OSError, HFValidationError):
         hf_hub_download(
-            repository.removeprefix("models--").replace("--", "/"),
+            repository,
             name,
             revision=folder.name,
             cache_dir=folder.parents[2],
         )
+
+
+def repository_of(folder: Path) -> str:
+    """Return the hub id of a snapshot in the hub's cache; empty for other folders."""
+    name = folder.parent.parent.name
+    if not name.startswith("models--") or folder.parent.name != "snapshots":
+        return ""
+    return name.removeprefix("models--").replace("--", "/")
 
 
 def _fetch(repository: str, patterns: Callable[[Path, Sequence[str]], list[str]]) -> Path:
@@ -102,7 +111,7 @@ def _patterns(repository: str, variant: str | None, root: Path, files: Sequence[
         )
     others = [folder + pattern for folder in folders for pattern in _OTHERS]
     weights = [name for folder in folders for name in _weights(folder, variant, files)]
-    return [*_INDEX, *others, *weights]
+    return [*_INDEX, _CARD, *others, *weights]
 
 
 def _patterns_of_config(repository: str, root: Path, files: Sequence[str]) -> list[str]:

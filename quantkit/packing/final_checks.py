@@ -7,21 +7,13 @@ from pathlib import Path
 
 from quantkit.checkpoint.copied import misfits_of_copies
 from quantkit.checkpoint.directory import broken_pipeline, broken_weights
-from quantkit.checkpoint.filelist import NOTE, write_file_list
+from quantkit.checkpoint.filelist import write_file_list
 from quantkit.errors import ModelError
 from quantkit.models.building import read_skeleton
 from quantkit.models.skeleton import Contents, misfits
 from quantkit.packing.plan import ComponentPlan
 from quantkit.progress import Progress, tracked
 from quantkit.storage.digest import sha256_of_file
-
-#: Other programs take the codes for weights, some without a word.
-_NOTE = """Packed by quantkit: the weights are codes with scales.
-
-- diffusers reads this directory where `import quantkit` came first: `quantkit.load_pipeline`.
-- ComfyUI and others do not: some load the file without an error, drop the scales and draw noise.
-  `quantkit export THIS --to comfyui -o model.safetensors` writes a file for them.
-"""
 
 
 @contextmanager
@@ -80,7 +72,6 @@ def list_written(folder: Path, copied: Collection[Path], packed: Collection[Path
     with ThreadPoolExecutor(2) as pool:
         digests = dict(pool.map(lambda file: (file, sha256_of_file(folder / file)), copied))
     write_file_list(folder, digests, packed)
-    (folder / NOTE).write_text(_NOTE, encoding="utf-8")
 
 
 def refuse_broken(model: Path, classes: Mapping[str, str]) -> None:

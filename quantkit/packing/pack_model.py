@@ -10,6 +10,7 @@ from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.reader import open_packed
 from quantkit.models.treated import others_of
 from quantkit.packing.calibration_fit import refuse_unfit
+from quantkit.packing.card import write_card
 from quantkit.packing.config_files import write_config, write_index
 from quantkit.packing.final_checks import (
     checked_for_loading,
@@ -187,9 +188,11 @@ def pack(
         for component in plan.components:
             _write_component(component, stage, threads, progress)
         list_written(stage, plan.copied, plan.packed)
+        summary = summarize(plan, output)
+        write_card(stage, model.path, recipe, summary)
         # The reader's own check, before the directory gets its name.
         open_packed(stage)
-    return summarize(plan, output)
+    return summary
 
 
 def summarize(plan: PackPlan, output: Path) -> PackSummary:

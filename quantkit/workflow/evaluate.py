@@ -39,6 +39,7 @@ from quantkit.eval.pages import methods_table
 from quantkit.eval.pages import report as reports
 from quantkit.eval.pages.live import LiveFacts, SoFar, Watcher, unwatched
 from quantkit.eval.pages.methods_table import Method, name_methods, write_methods
+from quantkit.eval.pages.model_card import update_card
 from quantkit.eval.pages.report import write_report
 from quantkit.models.source import Model, SingleFile
 from quantkit.pipelines.running import choose_device
@@ -204,8 +205,8 @@ def evaluate(
         model: the original: its directory, a hub id, or opened.
         packed: the packed directory; or another 16-bit pipeline of the model, as a recovered one;
             or what another tool quantized: a pipeline, a component alone, a .gguf file.
-        output: the folder for report.html, report.md, report.json and the pictures; None: nothing
-            is written.
+        output: the folder for report.html, report.md, report.json and the pictures; the model card
+            that packing wrote gets the figures, too. None: nothing is written.
         settings: which pictures are made, and what they are measured with.
         limits: of the gates.
         calibration: the file that it was packed with: prompts that are compared, too, are noticed.
@@ -261,6 +262,7 @@ def evaluate(
                 write_report, report, pairs, force=viewers.force, pictures=settings.shown
             )
             write_or_keep(write, path)
+            update_card(Path(packed), report)
     return report
 
 

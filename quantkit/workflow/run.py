@@ -26,6 +26,7 @@ from quantkit.eval.judging.gates import Limits
 from quantkit.eval.measuring.generation import GenerationSettings, choose_unseen
 from quantkit.eval.measuring.range_map import map_ranges
 from quantkit.eval.pages import report as reports
+from quantkit.eval.pages.model_card import update_card
 from quantkit.eval.pages.report import write_report
 from quantkit.models.source import Model, SingleFile
 from quantkit.packing import pack_model as packing
@@ -209,6 +210,7 @@ def run(
         replaced = force or resumed
         write = partial(write_report, report, pairs, force=replaced, pictures=settings.shown)
         write_or_keep(write, task.output / REPORT)
+        update_card(task.output / PACKED, report)
     if not resumed:
         record.remember(perf_counter() - started)
     return report

@@ -134,7 +134,7 @@ def test_pack_says_what_it_did(source, tmp_path, quantkit, monkeypatch):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("name: r\nsparsity: {}\noverrides: [{layers: [a.fc], keep: true}]\n")
     (source / "other.bin").write_text("x")
-    (source / "README.md").write_text("hello")
+    (source / "NOTES.md").write_text("hello")
     command = ("pack", source, "-r", recipe, "-o", tmp_path / "packed")
     planned = quantkit(*command, "-n").out
     assert not (tmp_path / "packed").exists()

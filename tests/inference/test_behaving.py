@@ -15,7 +15,7 @@ from diffusers.models.modeling_utils import get_parameter_dtype
 from torch import nn
 
 import quantkit
-from quantkit.checkpoint.filelist import FILE_LIST
+from quantkit.checkpoint.filelist import CARD, FILE_LIST
 from quantkit.errors import InputError
 from quantkit.inference.layers.codes import Codes
 from quantkit.inference.layers.layer_summary import iterate_packed
@@ -325,7 +325,9 @@ class Card:
         path.write_text("a card") if hasattr(path, "write_text") else None
 
 
-def test_models_and_pipelines_are_pushed_as_they_are_saved(packed_dir, hub):
+def test_models_and_pipelines_are_pushed_as_they_are_saved(packed_dir, hub, tmp_path):
+    packed_dir = shutil.copytree(packed_dir, tmp_path / "packed")
+    (packed_dir / CARD).write_text("---\nlicense: mit\n---\n")
     pipe = plain(packed_dir)
     pipe.unet.push_to_hub("packed")
     assert weight_files(hub) == weight_files(packed_dir / "unet")
@@ -333,6 +335,7 @@ def test_models_and_pipelines_are_pushed_as_they_are_saved(packed_dir, hub):
     pipe.push_to_hub("packed")
     assert weight_files(hub) == weight_files(packed_dir)
     assert (hub / FILE_LIST).is_file()
+    assert (hub / CARD).read_bytes() == (packed_dir / CARD).read_bytes()
     assert_bit_exact(quantkit.load_pipeline(hub).unet, packed_dir / "unet")
 
 

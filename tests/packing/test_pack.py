@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quantkit.checkpoint import weight_reader as rows_module
-from quantkit.checkpoint.filelist import MADE, NOTE
+from quantkit.checkpoint.filelist import MADE
 from quantkit.checkpoint.reader import open_packed
 from quantkit.checkpoint.verification import verify
 from quantkit.errors import ArtefactError, NonFiniteError, OutputError, RecipeError
@@ -99,17 +99,15 @@ def test_links_are_resolved_and_other_weights_left_out(tmp_path):
     for index, file in enumerate(("config.json", WEIGHTS)):
         (blobs / str(index)).write_bytes((real / file).read_bytes())
         (source / file).symlink_to(blobs / str(index))
-    (blobs / "readme").write_text("hello")
-    (source / "README.md").symlink_to(blobs / "readme")
+    (blobs / "notes").write_text("hello")
+    (source / "NOTES.md").symlink_to(blobs / "notes")
     (source / "diffusion_pytorch_model.bin").write_text("pickle")
     (source / "diffusion_pytorch_model.fp16.safetensors").write_text("other")
     summary = run(source, tmp_path / "packed")
     names = {path.name for path in (tmp_path / "packed").iterdir()}
-    assert names == {"config.json", WEIGHTS, "README.md", *MADE}
-    note = (tmp_path / "packed" / NOTE).read_text()
-    assert "quantkit export THIS --to comfyui" in note
+    assert names == {"config.json", WEIGHTS, "NOTES.md", *MADE}
     assert not any(path.is_symlink() for path in (tmp_path / "packed").iterdir())
-    assert (tmp_path / "packed" / "README.md").read_text() == "hello"
+    assert (tmp_path / "packed" / "NOTES.md").read_text() == "hello"
     assert [str(file) for file in summary.left_out] == [
         "diffusion_pytorch_model.bin",
         "diffusion_pytorch_model.fp16.safetensors",

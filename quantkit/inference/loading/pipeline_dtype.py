@@ -71,7 +71,7 @@ def agree(pipe: Any, *, passed: frozenset[str] = frozenset(), level: int = loggi
             _cast(module, expected)
         if found[name] is None:
             byte_exact_save.install(module, root / name)
-    saving.install_in_pipeline(pipe)
+    saving.install_in_pipeline(pipe, root)
 
 
 def register(module: ModuleType) -> None:

@@ -11,13 +11,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from quantkit.checkpoint.filelist import update_file_list, write_file_list
+from quantkit.checkpoint.filelist import CARD, update_file_list, write_file_list
 from quantkit.checkpoint.metadata import METADATA_KEY
 from quantkit.errors import CheckpointError, InputError
 from quantkit.models.skeleton import some
@@ -110,17 +111,24 @@ def save_pretrained(  # noqa: PLR0917  diffusers' signature
     update_file_list(folder, [*shards, *others, *configs], shards)
 
 
-def install_in_pipeline(pipe: Any) -> None:
-    """Let ``pipe.save_pretrained`` end with the list of its files.
+def install_in_pipeline(pipe: Any, source: Path) -> None:
+    """Let ``pipe.save_pretrained`` end with card and list of its files, and upload just that.
 
     Args:
         pipe: a DiffusionPipeline with packed components.
+        source: the directory that it was loaded from, whose card is saved, too.
     """
-    pipe.save_pretrained = partial(_save_pipeline, pipe)
+    pipe.save_pretrained = partial(_save_pipeline, pipe, source)
+    pipe.push_to_hub = partial(_push_pipeline, pipe)
 
 
 def _save_pipeline(
-    pipe: Any, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any
+    pipe: Any,
+    source: Path,
+    save_directory: str | Path,
+    *args: Any,
+    push_to_hub: bool = False,
+    **kwargs: Any,
 ) -> None:
     """Save as diffusers does, then write the list of files.
 
@@ -137,6 +145,33 @@ def _save_pipeline(
         if METADATA_KEY in read_header(path).metadata
     ]
     write_file_list(folder, {}, packed)
+    if (source / CARD).is_file():
+        _copy(source / CARD, folder / CARD)
+
+
+def _push_pipeline(  # noqa: PLR0917  diffusers' signature
+    pipe: Any,
+    repo_id: str,
+    commit_message: str | None = None,
+    private: bool | None = None,  # noqa: FBT001  diffusers' signature
+    token: str | None = None,
+    create_pr: bool = False,  # noqa: FBT001, FBT002  diffusers' signature
+    **kwargs: Any,
+) -> str:
+    """Upload what ``save_pretrained`` writes: diffusers would put another card in its place.
+
+    Returns:
+        the address of the commit.
+    """
+    from diffusers.utils import hub_utils
+
+    repository = hub_utils.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+    with TemporaryDirectory() as folder:
+        pipe.save_pretrained(folder, **kwargs)
+        address: str = pipe._upload_folder(  # noqa: SLF001  what diffusers' own push_to_hub calls
+            folder, repository, token=token, commit_message=commit_message, create_pr=create_pr
+        )
+    return address
 
 
 def check_unchanged(model: nn.Module, files: tuple[Path, ...]) -> None:
