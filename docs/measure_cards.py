@@ -2,7 +2,9 @@
 
 ``python docs/measure_cards.py`` prints the tables of docs/notes/kernels.md from
 docs/notes/results/radeon-kernels.json, and the range that quantkit/device/aot/silicon.py has.
-``python docs/measure_cards.py FILE`` reads another file of that format.
+``python docs/measure_cards.py FILE`` reads another file of that format, or what ``quantkit doctor
+--bundle FILE`` wrote on a card: its times beside what quantkit/bench/estimate says, the shares that
+belong into cards.py there, and the card's row of docs/guides/figures.md.
 
 A file has two lists. A row of ``kernels`` counts what a wave executes: matrix instructions and all
 others of a pass of its loop, how many of these have a quarter of the rate (``slow``), and what
@@ -13,7 +15,7 @@ its shape is M, N, K of a product, or pictures, heads, queries, keys and columns
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, median, quantiles
@@ -21,8 +23,16 @@ from typing import Any
 
 import click
 
-from quantkit.bench.estimate.cards import find_card
+from quantkit.bench.estimate.cards import CARDS, Card, Range, find_card
+from quantkit.bench.estimate.estimated_kernels import Kernel
+from quantkit.bench.estimate.groups import PRODUCTS
+from quantkit.bench.estimate.kernel_cost import time_kernels
+from quantkit.bench.kernels.kernel_shapes import Shape, shape_of
+from quantkit.bench.kernels.matrix_product import Product
+from quantkit.device.aot.silicon import OF_ISSUE
 from quantkit.device.geometry import ceil_div
+from quantkit.workflow.bench import ModelBenchSettings, estimate_model
+from quantkit.workflow.bundle import SCHEMA
 
 FILE = Path(__file__).parent / "notes" / "results" / "radeon-kernels.json"
 
@@ -104,9 +114,147 @@ def left_out(times: tuple[Timed, ...]) -> Iterator[tuple[str, float, float]]:
         yield name, own, others / own - 1
 
 
+@dataclass(frozen=True)
+class OwnTime:
+    """The time of one of quantkit's kernels on a card that a bundle is of."""
+
+    op: str
+    product: Product
+    #: microseconds, measured and estimated: (optimistic, pessimistic)
+    us: float
+    estimated: Range
+    #: of the peak: what estimates take, and what the time says
+    table: Range
+    share: float
+
+
+def card_of(machine: dict[str, Any]) -> Card:
+    """Return the card of a bundle: that of its longest name, or of its architecture."""
+    device = machine["device"].casefold()
+    named = [card for card in CARDS.values() if card.name.casefold() in device]
+    if named:
+        return max(named, key=lambda card: len(card.name))
+    return find_card(machine["architecture"].partition(":")[0])
+
+
+def own_times(kernels: dict[str, Any]) -> tuple[OwnTime, ...]:
+    """Return the times of a bundle that say what the matrix unit reaches: of enough tokens."""
+    card = card_of(kernels["machine"])
+    timed = [row for row in kernels["rows"] if row["timing"]]
+    return tuple(
+        _own_time(row, card)
+        for row in timed
+        if row["shape"].get("m", 1024) >= 1024 and row["shape"].get("keys", 1024) >= 1024
+    )
+
+
+def _own_time(row: dict[str, Any], card: Card) -> OwnTime:
+    product, us = _product(row), row["timing"]["p50_us"]
+    kernel = Kernel(PRODUCTS, (row["op"],), (), (), product)
+    (worst,), (best,) = (time_kernels((kernel,), card, side) for side in (0, 1))
+    # What a time says of the share that it was estimated with, the start taken off.
+    table, start = _table(product, card), card.efficiency.product_us[0]
+    share = table[0] * (worst.us - start) / max(us - start, us / 10)
+    return OwnTime(row["op"], product, us, (best.us, worst.us), table, share)
+
+
+def _product(row: dict[str, Any]) -> Product:
+    shape, op = shape_of(row["shape"]), row["op"]
+    precision = "fp8" if "fp8" in op else "int8"
+    if isinstance(shape, Shape):
+        return Product("linear", precision, shape.m, shape.n, shape.k, sparse="sparse" in op)
+    size = shape.head_size
+    return Product.attention(
+        shape.batch * shape.heads, shape.queries, shape.keys, size, size, precision
+    )
+
+
+def _table(product: Product, card: Card) -> Range:
+    efficiency, precision = card.efficiency, product.precision
+    if product.kind != "attention":
+        return efficiency.products[product.kind, precision, product.sparse]
+    rows = sorted((most, s) for (of, most), s in efficiency.attention.items() if of == precision)
+    return next((share for most, share in rows if product.k // 2 <= most), rows[-1][1])
+
+
+def refitted(times: tuple[OwnTime, ...]) -> dict[str, list[OwnTime]]:
+    """Return the times of each operation."""
+    found = defaultdict[str, list[OwnTime]](list)
+    for timed in times:
+        found[timed.op].append(timed)
+    return found
+
+
+def print_bundle(bundle: dict[str, Any]) -> None:
+    """Print the times of a card beside the estimates, and what follows."""
+    card, times = card_of(bundle["kernels"]["machine"]), own_times(bundle["kernels"])
+    click.echo("| kernel | M x N x K | estimated us | measured us | share |\n|---|---|---|---|---|")
+    for t in times:
+        p, (low, high) = t.product, t.estimated
+        shape = f"{p.count} x {p.m}x{p.n}x{p.k}"
+        click.echo(f"| {t.op} | {shape} | {low:.0f} to {high:.0f} | {t.us:.0f} | {t.share:.2f} |")
+    click.echo(f"\n| kernel | share of {card.name}'s peak | in cards.py | of what issue allows |")
+    click.echo("|---|---|---|---|")
+    fitted = refitted(times)
+    for op, own in fitted.items():
+        shares, (low, high) = [t.share for t in own], own[0].table
+        of_issue = median(t.share / t.table[0] for t in own) * OF_ISSUE[0]
+        told = "" if card.is_nvidia else f"{of_issue:.2f}"
+        found = f"{min(shares):.2f} to {max(shares):.2f}"
+        click.echo(f"| {op} | {found} | {low:.2f} to {high:.2f} | {told} |")
+    steps = _steps(bundle["model"], card)
+    click.echo(f"\n{row_of_figures(bundle, fitted, steps)}")
+
+
+def _steps(model: dict[str, Any] | None, card: Card) -> dict[str, float]:
+    """Print the steps beside their estimates, and return their milliseconds."""
+    steps = {
+        r["contender"]: r["timing"]["p50_us"] / 1e3
+        for r in (model or {}).get("rows", [])
+        if r["timing"]
+    }
+    if not steps:
+        return {}
+    settings = ModelBenchSettings(batch=2, size=128)
+    estimated = estimate_model("sdxl", card=card.name, settings=settings, contenders=list(steps))
+    click.echo("\n| step of SDXL | estimated ms | measured ms |\n|---|---|---|")
+    for row in estimated.rows:
+        told = f"{row.ms.low:.1f} to {row.ms.high:.1f}" if row.ms else row.reason
+        click.echo(f"| {row.contender} | {told} | {steps[row.contender]:.1f} |")
+    return steps
+
+
+#: Columns of the table of cards in docs/guides/figures.md.
+_COLUMNS = ("gemm_int8", "gemm_fp8", "gemm_w4a8", "gemm_int8_sparse", "gemm_fp8_sparse",
+            "attention_int8", "attention_fp8")  # fmt: skip
+_STEPS = ("f16-replayed", "int8-static-replayed", "fp8-static-replayed")
+
+
+def row_of_figures(
+    bundle: dict[str, Any], fitted: Mapping[str, Sequence[OwnTime]], steps: Mapping[str, float]
+) -> str:
+    """Return a card's row: medians of shares of the peak, then milliseconds of steps."""
+    machine = bundle["kernels"]["machine"]
+    shares = (
+        f"{median(t.share for t in fitted[op]):.2f}" if op in fitted else "" for op in _COLUMNS
+    )
+    times = (f"{steps[name]:.1f}" if name in steps else "" for name in _STEPS)
+    name = f"{machine['device']} ({machine['driver']})"
+    return f"| {' | '.join((name, *shares, *times))} |"
+
+
 def main() -> None:
     """Print the tables."""
-    times = read(Path(sys.argv[1]) if len(sys.argv) > 1 else FILE)
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else FILE
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("schema") == SCHEMA:
+        print_bundle(content)
+    else:
+        print_published(read(path))
+
+
+def print_published(times: tuple[Timed, ...]) -> None:
+    """Print the times of others' kernels, and what silicon reaches by them."""
     click.echo(
         "| kernel | card | shape | issue allows | reached | of it |\n|---|---|---|---|---|---|"
     )

@@ -9,21 +9,37 @@ import click
 
 from quantkit.cli import options
 from quantkit.cli.command import Command
-from quantkit.cli.console import echo, print_json, print_table, some
+from quantkit.cli.console import echo, print_json, print_table, progress_bar, some
 
 if TYPE_CHECKING:
     from quantkit.device.survey import Gpu, OpChoice, Survey
     from quantkit.inference.attention.attention_choices import AttentionChoice
     from quantkit.inference.layers.layer_choices import LayerChoice
+    from quantkit.workflow.bundle import Bundle
 
 
-@click.command(cls=Command, example="quantkit doctor sdxl-int8")
+@click.command(cls=Command, example="quantkit doctor --bundle card.json")
 @click.argument("packed", required=False, type=options.PATH, callback=options.directory)
 @options.device
 @click.option("--strict", is_flag=True, help="End with 1 unless a GPU runs quantkit's kernels.")
+@click.option(
+    "--bundle",
+    type=options.PATH,
+    help="Also time kernels and a step of SDXL (two minutes), and write all of it to this file, to "
+    "be sent with the issue form 'Results of a card'. It names no folder, user or host.",
+)
+@options.force
 @options.quiet
 @options.as_json
-def doctor(packed: Path | None, device: str, strict: bool, quiet: bool, as_json: bool) -> None:
+def doctor(
+    packed: Path | None,
+    device: str,
+    strict: bool,
+    bundle: Path | None,
+    force: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     """Show devices, compilers and caches, and which back end would run each operation and why.
 
     The first line says which GPU runs quantkit's kernels, or why none does. With PACKED, also
@@ -32,8 +48,10 @@ def doctor(packed: Path | None, device: str, strict: bool, quiet: bool, as_json:
     """
     from quantkit.workflow.doctor import examine
 
-    del quiet  # Read where tables are printed.
-    found = examine(packed, device=device)
+    if bundle is not None and packed is not None:
+        raise click.UsageError("--bundle is of a card, expected no packed directory")
+    made = bundle and _bundled(bundle, device, force=force, quiet=quiet)
+    found = made.examination if made else examine(packed, device=device)
     if as_json:
         print_json(found.to_json())
     else:
@@ -41,8 +59,18 @@ def doctor(packed: Path | None, device: str, strict: bool, quiet: bool, as_json:
         if packed is not None:
             _print_layers(packed, found.layers)
             _print_attention(packed, found.attention)
+        if made:
+            echo(*str(made).splitlines())
+            echo(f"written: {bundle}; send it with the issue form 'Results of a card'")
     if strict and not found.survey.headline.fine:
         sys.exit(1)
+
+
+def _bundled(path: Path, device: str, *, force: bool, quiet: bool) -> "Bundle":
+    from quantkit.workflow.bundle import make_bundle
+
+    with progress_bar(quiet=quiet) as progress:
+        return make_bundle(path, device=device, force=force, progress=progress)
 
 
 def _print_survey(found: "Survey") -> None:

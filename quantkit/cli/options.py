@@ -87,7 +87,8 @@ def model(command: Callable[..., Any]) -> Callable[..., Any]:
         is_eager=True,
         callback=_remember,
         metavar="DIR|HUBID",
-        help="Where MODEL is a .safetensors or .gguf file: the pipeline with all but its weights.",
+        help="Where MODEL is a .safetensors or .gguf file: the pipeline with all but its weights; "
+        "default: the denoiser alone, as its tensors say.",
     )
     variant = click.option(
         "--variant",

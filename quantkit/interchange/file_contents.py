@@ -1,12 +1,14 @@
 """The contents of a single file that was given as MODEL without a config: a sentence on each kind.
 
+A denoiser in a layout of ``derived_config`` needs none.
+
 Only the header is read, and no torch is imported.
 """
 
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from quantkit.errors import ModelError
 from quantkit.interchange.gguf_header import MAX_HEADER_BYTES, walk_header
@@ -79,13 +81,13 @@ _NO_MODELS = {
 
 
 def refuse_bare_file(path: Path) -> None:
-    """Refuse a single file that comes without its config, and say what it is.
+    """Refuse a single file without a config whose denoiser does not say it; say what the file is.
 
     Args:
         path: of the file.
 
     Raises:
-        ModelError: always.
+        ModelError: no denoiser, or one in names of diffusers.
     """
     with open_file(path) as file:
         begin = file.read(32)
@@ -96,10 +98,21 @@ def refuse_bare_file(path: Path) -> None:
         if begin.lstrip().startswith(magic):
             raise ModelError(f"{path}: {what}")
     names = _names_of(path, is_gguf=begin.startswith(b"GGUF"))
-    found = layout_of_names(names)
-    kind = None if found or _has_denoiser(names) else _kind_of(names)
+    if layout_of_names(names) is not None:
+        return
+    kind = None if _has_denoiser(names) else _kind_of(names)
     if kind is not None:
         raise ModelError(f"{path}: {kind.what}, which is no MODEL; {kind.cure}")
+    refuse_underived(path, names)
+
+
+def refuse_underived(path: Path, names: Collection[str]) -> NoReturn:
+    """Refuse a denoiser whose tensors do not say its config.
+
+    Raises:
+        ModelError: always.
+    """
+    found = layout_of_names(names)
     raise ModelError(
         f"{path}: a single file has no config; give the directory or the hub id of the pipeline "
         f"that it belongs to as config, too{_told(found and found[0])}",

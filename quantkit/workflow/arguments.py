@@ -1,5 +1,6 @@
 """Arguments as users pass them: paths, names, or opened objects."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
@@ -46,6 +47,10 @@ def as_model(model: ModelLike, *, variant: str | None = None) -> Model:
         return open_single_file(model)
     if isinstance(model, Model):
         return model
+    if os.path.isfile(model):  # noqa: PTH113
+        from quantkit.workflow.single_file import bare_file
+
+        return as_model(bare_file(model), variant=variant)
     refuse_nowhere(model)
     return open_model(model, variant=variant)
 

@@ -20,13 +20,14 @@ def refuse_nowhere(model: str | Path) -> None:
         nothing.
 
     Raises:
-        ModelError: an empty name, a single file without its config, no such directory.
+        ModelError: an empty name, a single file that needs a config, no such directory.
     """
     # Not Path's own, which raises for names that are too long or hold a null.
     if os.path.isfile(model):  # noqa: PTH113
         from quantkit.interchange.file_contents import refuse_bare_file
 
         refuse_bare_file(Path(model))
+        return
     location.refuse_nowhere(model)
 
 

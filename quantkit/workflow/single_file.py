@@ -5,8 +5,8 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 from quantkit.device.cache import cache_directory
 from quantkit.errors import ModelError, OutputError
 from quantkit.interchange.checkpoint_parts import Encoders
+from quantkit.interchange.derived_config import config_text, derived_config
+from quantkit.interchange.file_contents import refuse_bare_file, refuse_underived
 from quantkit.interchange.gguf_import import blocks_of, open_gguf
 from quantkit.interchange.safetensors_import import open_safetensors
 from quantkit.interchange.sdnq_import import open_sdnq
@@ -107,6 +109,40 @@ def single_file(path: str | Path, config: str | Path) -> SingleFile:
     return SingleFile(file, folder)
 
 
+def bare_file(path: str | Path) -> SingleFile:
+    """Return a denoiser in one file, with a config that follows from its tensors.
+
+    Args:
+        path: a .safetensors or .gguf file in the layout of the model's authors.
+
+    Returns:
+        the denoiser alone; its config lies in quantkit's cache.
+
+    Raises:
+        ModelError: no denoiser, or one whose tensors do not say its config.
+        OutputError: the cache cannot be written.
+    """
+    file = Path(path)
+    refuse_bare_file(file)
+    shapes = {name: tensor.shape for name, tensor in _opened(file).tensors.items()}
+    config = derived_config(shapes)
+    if config is None:
+        refuse_underived(file, shapes)
+    text = config_text(config)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    folder = cache_directory() / SINGLE_FILES / f"{config['_class_name']}-{key}"
+    if not folder.is_dir():
+        with _cached(folder) as stage:
+            stage.joinpath("config.json").write_text(text, encoding="utf-8")
+    _LOG.warning(
+        "%s: the denoiser alone, %s, its config from its tensors; for a whole pipeline name the "
+        "one that it belongs to (--config)",
+        file,
+        config["_class_name"],
+    )
+    return SingleFile(file, folder)
+
+
 def import_file(
     file: str | Path,
     *,
@@ -124,7 +160,8 @@ def import_file(
             in 16 bit, FP8 (ComfyUI's scaled, fp8r, plain), ComfyUI's int8, or GGUF; or the
             directory of a pipeline or of a component with codes of SDNQ.
         config: a pipeline's directory or hub id, which gives what the file lacks; a component's
-            directory, as its unet, makes a component alone. A directory has its own.
+            directory, as its unet, makes a component alone. A directory has its own. None, of a
+            file: its tensors say it, and the denoiser is made alone.
         encoders: whose VAE and text encoders are taken where the file has them: "file", or
             "config".
         output: the directory to make.
@@ -149,7 +186,7 @@ def import_file(
         raise ModelError(
             f"encoders {encoders!r:.80}: expected file or config", fields=("encoders",)
         )
-    model = open_sdnq(source.path) if config is None else _checked(source, encoders)
+    model = _checked(source, encoders) if source.path.is_file() else open_sdnq(source.path)
     if not dry_run:
         with staged_directory(place, kind=IMPORTED, force=force) as stage:
             unpack(model, stage, progress=progress)
@@ -160,6 +197,8 @@ def _source(path: str | Path, config: str | Path | None) -> SingleFile:
     """Return a single file and its config; a directory is both."""
     if config is not None:
         return single_file(path, config)
+    if os.path.isfile(path):  # noqa: PTH113
+        return bare_file(path)
     if not os.path.isdir(path):  # noqa: PTH112
         refuse_nowhere(path)
         raise ModelError(f"{path!s:.200}: a hub id, expected a file or a directory; download it")
@@ -186,15 +225,8 @@ def open_single_file(source: SingleFile, *, progress: Progress = silent) -> Mode
         _LOG.info("%s: unpacked into %s", source.path, folder)
         for note in _summary(checked, folder).notes:
             _LOG.info("%s: %s", source.path, note)
-        # Another process may be first: its folder is the same.
-        with suppress(FileExistsError):
-            cache_directory().mkdir(mode=0o700, parents=True)
-        try:
-            with staged_directory(folder, kind=KIND, force=False) as stage:
-                unpack(checked, stage, take=link, progress=progress)
-        except OutputError:
-            if not folder.is_dir():
-                raise
+        with _cached(folder) as stage:
+            unpack(checked, stage, take=link, progress=progress)
     # The time of last use, for making room; a read-only cache does without.
     with suppress(OSError):
         os.utime(folder)
@@ -202,6 +234,19 @@ def open_single_file(source: SingleFile, *, progress: Progress = silent) -> Mode
     blocks = blocks_of(checked)
     components = tuple(replace(component, blocks=blocks) for component in model.components)
     return replace(model, components=components)
+
+
+@contextmanager
+def _cached(folder: Path) -> Iterator[Path]:
+    """Yield a folder that becomes one of the cache; another process may be first, with the same."""
+    with suppress(FileExistsError):
+        cache_directory().mkdir(mode=0o700, parents=True)
+    try:
+        with staged_directory(folder, kind=KIND, force=False) as stage:
+            yield stage
+    except OutputError:
+        if not folder.is_dir():
+            raise
 
 
 def _checked(source: SingleFile, encoders: Encoders = "file") -> SingleFileModel:

@@ -18,7 +18,7 @@ from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
 
 #: Where commands write; what may lie there is the business of test_files.
-OUTPUTS = {"output", "masks_output", "plot", "save", "save_baseline", "scratch"}
+OUTPUTS = {"bundle", "output", "masks_output", "plot", "save", "save_baseline", "scratch"}
 #: Options without which others are not looked at: (command, parameter) -> more arguments.
 NEEDED = {
     **{("calibrate optimize", name): {"set": "budget.ssim=0.9"}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.errors import ModelError
-from quantkit.interchange.file_contents import _PUBLISHED, KINDS, refuse_bare_file
+from quantkit.interchange.file_contents import _PUBLISHED, KINDS, refuse_bare_file, refuse_underived
 from quantkit.interchange.original_layouts import LAYOUTS
 from quantkit.workflow.arguments import as_model
 
@@ -70,8 +70,10 @@ def test_what_may_be_a_denoiser_misses_its_config(names, tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda row: f"{row.architecture}-{row.class_name}")
 def test_a_denoiser_is_named_with_a_pipeline(layout, tmp_path):
     names = [layout.prefix + marker for marker in layout.markers]
+    path = file_of(tmp_path / "m.safetensors", *names)
+    refuse_bare_file(path)
     with pytest.raises(ModelError) as caught:
-        refuse_bare_file(file_of(tmp_path / "m.safetensors", *names))
+        refuse_underived(path, names)
     text = str(caught.value)
     assert f"(it holds {layout.class_name}, layout {layout.architecture}" in text
     published = _PUBLISHED.get((layout.architecture, layout.class_name))

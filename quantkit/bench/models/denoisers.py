@@ -12,6 +12,7 @@ from torch import nn
 
 from quantkit.bench.kernels.kernel_benchmark import one_line
 from quantkit.errors import ModelError
+from quantkit.interchange.derived_config import UNETS
 from quantkit.models.families import is_denoiser
 from quantkit.models.hub import cached
 from quantkit.models.location import HUB_ID
@@ -45,19 +46,7 @@ DENOISERS: dict[str, Denoiser] = {
         Denoiser(
             "sdxl",
             "UNet2DConditionModel",
-            {
-                "sample_size": 128,
-                "block_out_channels": [320, 640, 1280],
-                "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-                "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-                "transformer_layers_per_block": [1, 2, 10],
-                "attention_head_dim": [5, 10, 20],
-                "cross_attention_dim": 2048,
-                "addition_embed_type": "text_time",
-                "addition_time_embed_dim": 256,
-                "projection_class_embeddings_input_dim": 2816,
-                "use_linear_projection": True,
-            },
+            UNETS["sdxl", 2048],
             "stabilityai/stable-diffusion-xl-base-1.0, unet/config.json",
         ),
         Denoiser(
@@ -69,7 +58,7 @@ DENOISERS: dict[str, Denoiser] = {
         Denoiser(
             "sd15",
             "UNet2DConditionModel",
-            {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8},
+            UNETS["sd1", 768],
             "stable-diffusion-v1-5/stable-diffusion-v1-5, unet/config.json",
         ),
         Denoiser(
