@@ -280,3 +280,5 @@ _JUDGES = (
 )  # fmt: skip
 
 JUDGES = {judge.name: judge for judge in _JUDGES}
+#: Those of nunchaku's and DeepCompressor's tables, with PickScore for ImageReward.
+CARD = ("fid", "pickscore")

@@ -1,6 +1,6 @@
-"""Tables of gates and judges, and rows of metrics beside their noise floors."""
+"""Tables of gates, judges and model cards, and rows of metrics with their noise floors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quantkit.eval.judging.gates import Gate
@@ -8,9 +8,9 @@ from quantkit.eval.judging.noise_floor import FloorGap
 from quantkit.eval.judging.verdict import Standing, standing_to
 from quantkit.eval.measuring.comparison import ClipScores, Comparison
 from quantkit.eval.measuring.judges import Judgement
-from quantkit.eval.measuring.metrics import METRICS
+from quantkit.eval.measuring.metrics import METRICS, Better
 from quantkit.eval.measuring.number_format import show, show_difference, show_interval, show_mean
-from quantkit.eval.measuring.sample_statistics import Summary
+from quantkit.eval.measuring.sample_statistics import Summary, summarize
 from quantkit.eval.pages.page import Cell, Row, Table
 from quantkit.eval.pages.sentences import gate_remark
 
@@ -128,3 +128,47 @@ def _judged(floor: Judgement | None) -> str:
     if floor is None or not floor.packed:
         return "-"
     return show_difference(floor.change) if floor.change else show_mean(floor.summary)
+
+
+#: Metrics of pairs that tables of other tools print.
+_SHOWN = ("lpips", "psnr", "ssim")
+
+
+@dataclass(frozen=True)
+class CardColumn:
+    """A metric or judge; None where the original by itself has no such number."""
+
+    name: str
+    title: str
+    #: the network behind the number, or whose weights; empty when there is none
+    source: str
+    higher: bool
+    original: Summary | None
+    packed: Summary
+
+
+def card_rows(comparison: Comparison) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Return titles and rows of what tables of other tools print: 16 bit, and packed."""
+    columns = card_columns(comparison)
+    titles = ("pictures of", *(f"{c.title} {'↑' if c.higher else '↓'}" for c in columns))
+    dense = ("16 bit", *(show_mean(c.original) for c in columns))
+    return titles, (dense, ("packed", *(show_mean(c.packed) for c in columns)))
+
+
+def card_columns(comparison: Comparison) -> list[CardColumn]:
+    """Return the metrics and judges that were measured: those of sets and people first."""
+    return [column for column in _measured(comparison) if column.packed.mean is not None]
+
+
+def _measured(comparison: Comparison) -> Iterator[CardColumn]:
+    for given in comparison.judgements:
+        judge, higher = given.judge, given.judge.higher_is_better
+        before = summarize(given.original) if given.original else None
+        yield CardColumn(judge.name, judge.title, given.source, higher, before, given.summary)
+    for name in _SHOWN:
+        if score := comparison.scores.get(name):
+            higher = score.metric.better is Better.HIGHER
+            yield CardColumn(name, score.metric.title, score.backbone, higher, None, score.summary)
+    if clip := comparison.clip:
+        original, packed = clip.original.summary, clip.packed.summary
+        yield CardColumn("clip", "CLIP score", clip.backbone, True, original, packed)

@@ -52,6 +52,12 @@ judge = click.option(
     help="Ask another judge: dists, clip-iqa, pickscore, fid, kid; repeatable. SOURCE is a folder "
     "or file with its weights, instead of the library's download.",
 )
+card = click.option(
+    "--card",
+    is_flag=True,
+    help="Also measure what tables of other tools print, FID and PickScore, and print their row. "
+    "Without --count 256 pictures or more: prompts come again, with other seeds.",
+)
 count = click.option(
     "--count",
     type=options.COUNT,
@@ -140,7 +146,7 @@ preview = click.option(
 
 _SAMPLING = (
     options.prompts, count, steps, guidance, seed, batch, lpips_weights, clip, noise_floor, judge,
-    pictures,
+    card, pictures,
 )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def report(watch: bool, preview: bool, quiet: bool, as_json: bool, **given: Any)
     if as_json:
         print_json(found.to_json())
     else:
-        print_report(found, output, preview=preview)
+        print_report(found, output, preview=preview, card=settings.card)
     exit_by(found.state)
 
 

@@ -76,8 +76,17 @@ def _print(table: "Table") -> None:
         print_table(table.label, table.titles, rows)
 
 
-def print_report(result: "Report", output: Path, *, preview: bool = True) -> None:
-    """Print the report's numbers, worst pair, verdict, next step, and path."""
+def print_report(
+    result: "Report", output: Path, *, preview: bool = True, card: bool = False
+) -> None:
+    """Print the report's numbers, worst pair, verdict, next step, and path.
+
+    Args:
+        result: to print.
+        output: its folder.
+        preview: the worst pair of pictures, too.
+        card: the row that tables of other tools print, too.
+    """
     from quantkit.eval.pages.sentences import kernel_sentence
     from quantkit.eval.pages.tables import judges_table
 
@@ -88,6 +97,10 @@ def print_report(result: "Report", output: Path, *, preview: bool = True) -> Non
     echo(kernel_sentence(result))
     if preview:
         print_worst(result, output)
+    if card:
+        from quantkit.eval.pages.tables import card_rows
+
+        print_table("As tables of other tools print it", *card_rows(result.comparison))
     echo(result.verdict)
     for step in result.next_steps:
         echo(f"next: {step.what}", *([f"  {step.command}"] * bool(step.command)))

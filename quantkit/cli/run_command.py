@@ -51,6 +51,6 @@ def run(quiet: bool, as_json: bool, **given: Any) -> None:
     elif isinstance(found, RunPlan):
         echo(*str(found).split("\n"))
     else:
-        print_report(found, given["output"] / REPORT)
+        print_report(found, given["output"] / REPORT, card=settings.card)
     if not isinstance(found, RunPlan):
         exit_by(found.state)

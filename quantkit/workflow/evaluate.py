@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,7 +33,7 @@ from quantkit.eval.measuring.generation import (
     make_settings,
     unseen,
 )
-from quantkit.eval.measuring.judges import load_judges
+from quantkit.eval.measuring.judges import CARD, LEAST_OF_A_SET, load_judges
 from quantkit.eval.measuring.range_map import map_ranges
 from quantkit.eval.measuring.seen_prompts import find_calibrated
 from quantkit.eval.pages import methods_table
@@ -90,6 +91,8 @@ class EvaluationSettings:
     noise_floor: bool = True
     #: names of quantkit.eval.measuring.judges.JUDGES, each with =SOURCE for weights of your own
     judges: tuple[str, ...] = ()
+    #: also measure what tables of other tools print: the judges of CARD, of LEAST_OF_A_SET pictures
+    card: bool = False
     #: report.html shows the pictures in images/ and holds none
     beside: bool = False
 
@@ -105,8 +108,12 @@ class EvaluationSettings:
             InputError: prompts that cannot be used.
         """
         given = self.prompts if not isinstance(self.prompts, str) else Path(self.prompts)
+        chosen = choose_prompts(given, self.count, device=device, last=last)
+        if self.card and self.count is None:
+            # Each with other seeds when it comes again, so that no picture does.
+            chosen = tuple(islice(cycle(chosen), max(len(chosen), LEAST_OF_A_SET)))
         return make_settings(
-            choose_prompts(given, self.count, device=device, last=last),
+            chosen,
             steps=self.steps,
             guidance=self.guidance,
             seed=self.seed,
@@ -121,7 +128,9 @@ class EvaluationSettings:
             ModelError: a network that cannot be had.
         """
         weights = as_path(self.lpips_weights)
-        judges = load_judges(self.judges, device=device)
+        asked = {text.partition("=")[0] for text in self.judges}
+        besides = tuple(name for name in CARD if self.card and name not in asked)
+        judges = load_judges((*self.judges, *besides), device=device)
         found = load_backbones(weights, self.clip, self.without, device=device)
         return replace(found, judges=judges)
 
