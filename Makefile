@@ -26,7 +26,7 @@ SAMPLE ?= 200
 SEED ?= 1
 GROUPS ?=
 
-.PHONY: help demo test test-all slow fast nightly oldest sanitize fuzz mutants golden check format docs dist clean
+.PHONY: help demo test test-all slow fast nightly oldest sanitize fuzz mutants golden check format docs dist objects clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -79,7 +79,14 @@ docs: $(INSTALLED) ## build the pages strictly; opens as build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 dist: $(INSTALLED) ## what a release uploads: sdist and wheel, built twice and equal to the byte
-	.ci/dist
+	.ci/dist dist $(OBJECTS)
+
+# Those of the wheel quantkit-kernels: `make objects`, then `make dist OBJECTS=build/objects`.
+OBJECTS ?=
+objects: $(patsubst %,build/objects/%,gfx12-generic gfx11-generic gfx10-3-generic) ## kernels for all Radeons; clang-22 takes minutes
+
+build/objects/%: $(INSTALLED)
+	$(BIN)/quantkit kernels build --target $* -o $@
 
 clean: ## remove what was built and installed
 	rm -rf $(VENV) $(OLDEST) build dist *.egg-info demo-output
