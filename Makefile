@@ -3,7 +3,7 @@ PYTHON ?= python3
 # Each process of a test would compile what it imports of PyTorch and of quantkit again.
 export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(findstring Windows,$(OS)),Scripts,bin)
 INSTALLED := $(VENV)/.installed
 FAST := project/test_architecture.py storage/test_files.py storage/test_inputfile.py numerics \
 	recipe/test_recipe.py models calibration/test_rescaling.py sparsity/test_sparsity.py \
@@ -68,6 +68,8 @@ golden: $(INSTALLED) ## is all that is written and compiled as the tables in tes
 	$(BIN)/python -m tests.golden kernels --check
 
 check: $(INSTALLED) ## linter, formatters, types, spelling
+	# Windows reads text in an encoding of its own.
+	$(BIN)/ruff check --quiet --preview --select PLW1514 .
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell
 	$(BIN)/clang-format --dry-run --Werror $(KERNELS)
 
