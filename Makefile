@@ -3,7 +3,7 @@ PYTHON ?= python3
 # Each process of a test would compile what it imports of PyTorch and of quantkit again.
 export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(findstring Windows,$(OS)),Scripts,bin)
 INSTALLED := $(VENV)/.installed
 FAST := project/test_architecture.py storage/test_files.py storage/test_inputfile.py numerics \
 	recipe/test_recipe.py models calibration/test_rescaling.py sparsity/test_sparsity.py \
@@ -26,7 +26,7 @@ SAMPLE ?= 200
 SEED ?= 1
 GROUPS ?=
 
-.PHONY: help demo test test-all slow fast nightly oldest sanitize fuzz mutants golden check format docs dist clean
+.PHONY: help demo test test-all slow fast nightly oldest sanitize fuzz mutants golden check format docs dist objects clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -68,6 +68,8 @@ golden: $(INSTALLED) ## is all that is written and compiled as the tables in tes
 	$(BIN)/python -m tests.golden kernels --check
 
 check: $(INSTALLED) ## linter, formatters, types, spelling
+	# Windows reads text in an encoding of its own.
+	$(BIN)/ruff check --quiet --preview --select PLW1514 .
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell
 	$(BIN)/clang-format --dry-run --Werror $(KERNELS)
 
@@ -79,7 +81,14 @@ docs: $(INSTALLED) ## build the pages strictly; opens as build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 dist: $(INSTALLED) ## what a release uploads: sdist and wheel, built twice and equal to the byte
-	.ci/dist
+	.ci/dist dist $(OBJECTS)
+
+# Those of the wheel quantkit-kernels: `make objects`, then `make dist OBJECTS=build/objects`.
+OBJECTS ?=
+objects: $(patsubst %,build/objects/%,gfx12-generic gfx11-generic gfx10-3-generic) ## kernels for all Radeons; clang-22 takes minutes
+
+build/objects/%: $(INSTALLED)
+	$(BIN)/quantkit kernels build --target $* -o $@
 
 clean: ## remove what was built and installed
 	rm -rf $(VENV) $(OLDEST) build dist *.egg-info demo-output

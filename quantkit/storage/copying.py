@@ -117,6 +117,8 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def _copy_ranges(reader: int, writer: int, size: int) -> None:
+    if not hasattr(os, "copy_file_range"):  # which Linux alone has
+        raise OSError(errno.ENOSYS, "no copy_file_range")
     done = 0
     while done < size:
         count = os.copy_file_range(reader, writer, size - done)

@@ -329,7 +329,7 @@ def test_a_reader_that_has_enough_ends_it_quietly():
 
 @pytest.mark.skipif(not FULL.exists(), reason="Linux's device that is always full")
 def test_a_full_disk_behind_stdout_is_one_line():
-    with FULL.open("w") as full, start("lines", stdout=full) as process:
+    with FULL.open("w", encoding="utf-8") as full, start("lines", stdout=full) as process:
         assert process.wait(60) == 2
         assert process.stderr.read().splitlines() == [
             "quantkit: error: No space left on device; free some space, or choose another path"

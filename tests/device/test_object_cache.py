@@ -124,6 +124,35 @@ def test_prebuilt_objects_that_do_not_match_are_not_used(hip, tmp_path, changes,
     assert all(problem in f.problem for f in folders)
 
 
+def install_kernels(hip, tmp_path, **changes):
+    """Put the wheel's package, with the stand-in's objects, where Python looks for packages."""
+    package = tmp_path / "site" / "quantkit_kernels"
+    prebuilt(hip, package / "gfx12-generic", **{"target": "gfx12-generic", **changes})
+    (package / "__init__.py").touch()
+    hip.monkeypatch.syspath_prepend(tmp_path / "site")
+
+
+def test_installed_kernels_need_no_compiler(hip, tmp_path):
+    install_kernels(hip, tmp_path)
+    device = hip.device()
+    object.__setattr__(device.driver, "compiler", "libhiprtc: not here")
+    hip.monkeypatch.setenv("PATH", "")
+    quantize(device)
+    assert "hiprtcCompileProgram" not in " ".join(hip.calls())
+    (folder,) = objects.object_folders("gfx1201")
+    assert (folder.path.name, len(folder.kernels), folder.problem) == ("gfx12-generic", 1, "")
+    assert objects.object_folders("gfx1100") == ()
+
+
+def test_installed_kernels_of_other_sources_are_not_used(hip, tmp_path):
+    install_kernels(hip, tmp_path, sources="0" * 64)
+    quantize(hip.device())
+    assert hip.names().count("hiprtcCompileProgram") == 1
+    (folder,) = objects.object_folders("gfx1201")
+    assert folder.kernels == {}
+    assert "other sources; pip install --upgrade 'quantkit[radeon]'" in folder.problem
+
+
 def test_a_damaged_prebuilt_object_is_an_error(hip, tmp_path):
     path = prebuilt(hip, tmp_path / "objects")
     path.write_bytes(b"damaged")

@@ -21,7 +21,10 @@ _OVERRIDES = 1 << 1 | 1 << 2
 
 def confine() -> None:
     """Limit the address space of this process, and give up root's right to read anything."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    used = (
+        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+        * resource.getpagesize()
+    )
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + SPACE, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -46,7 +49,7 @@ def small_files() -> Iterator[None]:
 
 def reset_peak() -> int:
     """Forget the peak of touched memory; return what is touched now, in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return _status("VmRSS")
 
 
@@ -58,12 +61,12 @@ def peak() -> int:
 def processor_time(process: int) -> float:
     """Return the seconds that a process has run, on all its threads."""
     # The second field, in parentheses, may hold blanks.
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(key):
             return int(line.split()[1]) * 1024
     raise AssertionError(key)

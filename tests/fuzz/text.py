@@ -165,6 +165,6 @@ def any_json(scene: Scene, path: Path) -> None:
         scene.say(f"its text is now {text[:20]!r} of {len(text)} bytes")
         replace(path, text)
     else:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
         raw = scene.rng.choice(MEANINGS)(scene, value)
         replace(path, dumped(value, raw))

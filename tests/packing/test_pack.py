@@ -125,7 +125,9 @@ def test_copies_without_the_systems_help_are_the_same(tmp_path, monkeypatch, siz
 
     monkeypatch.setattr(os, "copy_file_range", refuse)
     copy_file(tmp_path / "a", tmp_path / "c")
-    assert (tmp_path / "b").read_bytes() == (tmp_path / "c").read_bytes() == data
+    monkeypatch.delattr(os, "copy_file_range")  # Windows and macOS have none
+    copy_file(tmp_path / "a", tmp_path / "d")
+    assert all((tmp_path / name).read_bytes() == data for name in "bcd")
 
 
 def test_sharded_sources_stay_cut_where_they_were(pipeline_dir, tmp_path):

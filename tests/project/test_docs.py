@@ -307,7 +307,11 @@ def test_tutorial_as_it_stands_gives_what_it_says(tmp_path, monkeypatch):
         output += done.stdout
         if words[:2] == ["eval", "report"]:
             file = Path(words[words.index("-o") + 1], "report.json")
-            ssim = next(g for g in json.loads(file.read_text())["gates"] if g["metric"] == "ssim")
+            ssim = next(
+                g
+                for g in json.loads(file.read_text(encoding="utf-8"))["gates"]
+                if g["metric"] == "ssim"
+            )
             found.append((ssim["found"], done.exit_code))
         else:
             assert done.exit_code == 0, done.output

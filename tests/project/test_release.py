@@ -1,5 +1,6 @@
 """Releases: one place has the version, and a tag that differs from it is refused."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -7,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from quantkit import __version__
 
 ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
@@ -59,3 +62,30 @@ def test_another_tag_or_changelog_is_refused(tmp_path, tag, newest, expected):
     found = check_tag(tmp_path, tag, newest)
     assert found.returncode == 1
     assert expected in found.stderr
+
+
+def commands(workflow):
+    """Yield the lines that the jobs of a workflow run."""
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"].values()
+    yield from (step["run"] for job in jobs for step in job["steps"] if "run" in step)
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_targets_and_scripts_that_exist(workflow):
+    targets = set(
+        re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    )
+    lines = list(commands(workflow))
+    made = {words[1] for words in map(str.split, lines) if words[0] == "make"}
+    scripts = {word for line in lines for word in line.split() if word.startswith(".ci/")}
+    assert made | scripts
+    assert made <= targets
+    assert all(os.access(ROOT / script, os.X_OK) for script in scripts)
+
+
+def test_every_python_that_is_promised_is_tested():
+    (tests,) = (path for path in WORKFLOWS if path.stem == "tests")
+    jobs = yaml.safe_load(tests.read_text(encoding="utf-8"))["jobs"]
+    promised = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text("utf-8"))
+    assert jobs["newest"]["strategy"]["matrix"]["python"] == promised
+    assert {promised[0], promised[-1]} == set(jobs["elsewhere"]["strategy"]["matrix"]["python"])

@@ -426,7 +426,7 @@ def test_what_does_not_fit_is_kept_elsewhere(tmp_path, monkeypatch):
         write_or_keep(write, tmp_path / "out")
     kept = Path(str(e.value).partition("move it from ")[2].partition(" to ")[0])
     assert kept.name == "out"
-    assert kept.read_text() == "hours of work"
+    assert kept.read_text(encoding="utf-8") == "hours of work"
 
 
 def test_a_result_that_fits_nowhere_says_what_to_do(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ HIDDEN = {
         "pread", "preadv", "pwrite", "pwritev", "sched_getaffinity", "geteuid", "getuid", "getgid",
         "getegid", "fork", "statvfs", "mkfifo", "fchmod", "fchown", "O_NOFOLLOW", "O_NONBLOCK",
         "O_CLOEXEC", "O_DIRECTORY", "posix_fadvise", "posix_fallocate", "sendfile", "getpgid",
-        "killpg", "setsid",
+        "killpg", "setsid", "copy_file_range",
     ),
     "signal": ("SIGHUP", "SIGPIPE", "SIGKILL", "SIGUSR1", "alarm", "pthread_sigmask"),
 }  # fmt: skip

@@ -95,7 +95,8 @@ def _compiler(runtime: str) -> RuntimeCompiler | str:
             continue
     return (
         "libhiprtc: not in torch's lib folder, a rocm_sdk wheel, $ROCM_PATH or the library path; "
-        "install it, or set QUANTKIT_OBJECTS to a folder of 'quantkit kernels build'"
+        "install it, or 'quantkit[radeon]', or set QUANTKIT_OBJECTS to a folder of 'quantkit "
+        "kernels build'"
     )
 
 

@@ -1,12 +1,14 @@
 """From a kernel to the bytes of its object: built ahead of time, cached on disk, or compiled now.
 
 Folders that ``quantkit kernels build`` wrote are looked at first: those of $QUANTKIT_OBJECTS, then
-``objects`` in the cache folder. They match when target, sources and checksum are right. Objects of
-a generic target (gfx12-generic) serve all of its devices; where the driver refuses one, as HIP
-before 6.4 does, the folder is passed over and kernels are compiled under the device's own name.
+``objects`` in the cache folder, then those of the wheel quantkit-kernels. They match when target,
+sources and checksum are right. Objects of a generic target (gfx12-generic) serve all of its
+devices; where the driver refuses one, as HIP before 6.4 does, the folder is passed over and kernels
+are compiled under the device's own name.
 """
 
 import hashlib
+import importlib.util
 import logging
 import os
 from dataclasses import dataclass
@@ -22,6 +24,9 @@ from quantkit.errors import ArtefactError, KernelError
 from quantkit.resources import kernel_sources
 
 _VARIABLE = "QUANTKIT_OBJECTS"
+#: What the wheel installs: a folder for each target.
+_PACKAGE = "quantkit_kernels"
+_AGAIN = "build the folder again"
 _logger = logging.getLogger(__name__)
 
 
@@ -94,6 +99,8 @@ def object_folders(target: str) -> tuple[ObjectFolder, ...]:
     digest = cache.device_sources_digest()
     found = [_read_folder(path, target, digest) for path in named]
     found += [_read_private(path, target, digest) for path in usual]
+    upgrade = "pip install --upgrade 'quantkit[radeon]'"
+    found += [_read_folder(path, target, digest, upgrade) for path in _packaged()]
     return tuple(_refused.get(folder.path, folder) for folder in found if folder)
 
 
@@ -113,6 +120,15 @@ def pass_over(found: KernelObject, target: str, why: str) -> bool:
     return True
 
 
+def _packaged() -> tuple[Path, ...]:
+    """Return the folders of the installed wheel; its files are as much ours as these sources."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    roots = (spec and spec.submodule_search_locations) or ()
+    return tuple(
+        file.parent for root in roots for file in sorted(Path(root).glob(f"*/{MANIFEST_NAME}"))
+    )
+
+
 def _read_private(path: Path, target: str, sources: str) -> ObjectFolder | None:
     # Nobody named it, so what others put there must not run.
     for folder in (cache.cache_directory(), path.parent, path):
@@ -122,7 +138,7 @@ def _read_private(path: Path, target: str, sources: str) -> ObjectFolder | None:
 
 
 @lru_cache(maxsize=64)
-def _read_folder(path: Path, target: str, sources: str) -> ObjectFolder | None:
+def _read_folder(path: Path, target: str, sources: str, cure: str = _AGAIN) -> ObjectFolder | None:
     try:
         manifest = read_manifest(path)
     except ArtefactError as error:
@@ -130,7 +146,7 @@ def _read_folder(path: Path, target: str, sources: str) -> ObjectFolder | None:
     if not serves(manifest.target, target):
         return None
     if manifest.sources_sha256 != sources:
-        problem = f"{path / MANIFEST_NAME}: built from other sources; build the folder again"
+        problem = f"{path / MANIFEST_NAME}: built from other sources; {cure}"
         return ObjectFolder(path, {}, problem)
     return ObjectFolder(path, {kernel.symbol: kernel for kernel in manifest.kernels}, "")
 
@@ -143,11 +159,10 @@ def _prebuilt(folder: ObjectFolder, symbol: str) -> KernelObject | None:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise KernelError(f"{path}: cannot be read ({error}); build the folder again") from error
+        raise KernelError(f"{path}: cannot be read ({error}); {_AGAIN}") from error
     if hashlib.sha256(content).hexdigest() != kernel.sha256:
         raise KernelError(
-            f"{path}: is not the file that its manifest describes (SHA-256 differs); "
-            "build the folder again"
+            f"{path}: is not the file that its manifest describes (SHA-256 differs); {_AGAIN}"
         )
     return KernelObject(content, path, prebuilt=True)
 
