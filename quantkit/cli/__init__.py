@@ -36,9 +36,10 @@ from quantkit.cli import (
     sparsify_command,
     verify_command,
 )
-from quantkit.cli.console import ReaderGoneError, Warnings, print_error
+from quantkit.cli.console import ReaderGoneError, Warnings, print_error, printable
 from quantkit.cli.library_noise import without_noise
 from quantkit.cli.standard_streams import closed_to_others, drop_output, open_streams
+from quantkit.cli.stopping import goes_on, has_kept
 from quantkit.errors import QuantkitError
 
 _STDOUT_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -134,18 +135,33 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str] | None) -> int:
     """Return the exit code; print an error on one line."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
         code = quantkit(args=arguments, prog_name="quantkit", standalone_mode=False)
         sys.stdout.flush()
     except (click.Abort, KeyboardInterrupt):
-        click.echo("quantkit: interrupted", err=True)
+        again = goes_on(quantkit, words)
+        text = f"stopped; continue with: {again}" if again else "interrupted"
+        click.echo(f"quantkit: {printable(text)}", err=True)
         return 128 + signal.SIGINT
     except (ReaderGoneError, BrokenPipeError):
         drop_output()
         return 128 + _SIGPIPE
     except (QuantkitError, click.ClickException, OSError, RecursionError, MemoryError) as error:
-        return _explain(error)
+        code = _explain(error)
+        _say_kept(words)
+        return code
+    except Exception:
+        _say_kept(words)
+        raise
     return code if isinstance(code, int) else 0
+
+
+def _say_kept(words: list[str]) -> None:
+    """Say how to go on after an error, where something was kept for that."""
+    again = goes_on(quantkit, words)
+    if has_kept(again):
+        click.echo(f"quantkit: stopped; continue with: {printable(again)}", err=True)
 
 
 def _explain(error: BaseException) -> int:

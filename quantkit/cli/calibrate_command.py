@@ -21,6 +21,7 @@ def calibrate() -> None:
 @calibrate.command(
     "model",
     example="quantkit calibrate model sdxl -r int8 --prompts captions.txt -o sdxl.calibration",
+    kept=".{}.part-*",
 )
 @options.model
 @options.recipe

@@ -22,12 +22,22 @@ OTHERS = "Options"
 
 
 class Command(click.Command):
-    """A command with an example of its use."""
+    """A command with an example of its use, and what it leaves when it is stopped."""
 
-    def __init__(self, *arguments: Any, example: str, **settings: Any) -> None:
-        """Take what click takes, and the example: a line for a shell."""
+    def __init__(
+        self, *arguments: Any, example: str, kept: str = "", left: str = "", **settings: Any
+    ) -> None:
+        """Take what click takes, and more.
+
+        Args:
+            arguments: click's.
+            example: a line for a shell.
+            kept: files that --resume goes on with, a pattern in which {} is the output's name.
+            left: files that only --force replaces, such a pattern.
+            settings: click's.
+        """
         super().__init__(*arguments, **settings)
-        self.example = example
+        self.example, self.kept, self.left = example, kept, left
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what the command does, and the example."""

@@ -21,7 +21,10 @@ from quantkit.cli.recovery_options import masks_output, recovery_options, take_t
 
 
 @click.command(
-    cls=Command, example="quantkit recover sdxl -r fp8-sparse --masks sdxl.masks -o sdxl-sparse"
+    cls=Command,
+    example="quantkit recover sdxl -r fp8-sparse --masks sdxl.masks -o sdxl-sparse",
+    kept="{}.recovery.safetensors",
+    left="{}.recovery.html",
 )
 @options.model
 @options.recipe

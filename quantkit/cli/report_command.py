@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from quantkit.eval.pages.live import Watcher
 
 
-@click.command("report", cls=Command, example="quantkit eval report sdxl sdxl-int8 -o report")
+@click.command(
+    "report",
+    cls=Command,
+    example="quantkit eval report sdxl sdxl-int8 -o report",
+    left="{}/report.html",
+)
 @options.model
 @options.packed
 @options.output

@@ -11,7 +11,7 @@ from quantkit.cli.report_tables import exit_by, print_report
 from quantkit.progress import unheard
 
 
-@click.command(cls=Command, example="quantkit run int8 sdxl -o sdxl-run")
+@click.command(cls=Command, example="quantkit run int8 sdxl -o sdxl-run", kept="{}/run.json")
 @click.argument("recipe", metavar="RECIPE", callback=options.changed_recipe)
 @options.changes
 @options.model

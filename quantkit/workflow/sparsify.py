@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantkit.models.source import Model
 from quantkit.packing.dry_run import forecast_pack
 from quantkit.progress import Progress, silent
@@ -12,10 +14,10 @@ from quantkit.recipe.load import change_recipe
 from quantkit.recipe.recommended import DEFAULT
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
-from quantkit.sparsity.maskfile import MaskSet, save_masks
+from quantkit.sparsity.maskfile import LayerMask, MaskSet, save_masks
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import check_file, refuse_overlap
-from quantkit.storage.sizes import tell_sizes
+from quantkit.storage.sizes import tell_bytes, tell_sizes
 from quantkit.workflow.arguments import (
     CalibrationLike,
     HessiansLike,
@@ -30,6 +32,22 @@ from quantkit.workflow.arguments import (
 #: A smaller share of bytes saved is said to be hardly worth it.
 _WORTHWHILE = 0.01
 _SIZES = ("bytes_dense", "bytes_sparse")
+#: The next budgets that are told, over the recipe's.
+_NEXT = (1.5, 2.0, 4.0)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An error budget, and what its masks would give."""
+
+    error_budget: float
+    #: masked layers
+    layers: int
+    #: of the packed denoisers
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.error_budget:.3g}: {self.layers} layers, {tell_bytes(self.nbytes)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +59,8 @@ class Sparsified:
     output: Path | None
     #: of the denoisers, packed by the recipe without and with the masks; None: not asked for
     sizes: tuple[int, int] | None = None
+    #: the next ones that mask more layers
+    budgets: tuple[Budget, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -59,19 +79,22 @@ class Sparsified:
 
     @property
     def saving(self) -> tuple[str, ...]:
-        """The bytes that the masks save, in a line; a second one where that is hardly worth it."""
+        """The bytes that the masks save; next budgets; a warning where it is hardly worth it."""
         if self.sizes is None:
             return ()
         before, after = self.sizes
-        told = f"packed by the recipe: {tell_sizes(before, after)}"
-        if before - after >= _WORTHWHILE * before:
-            return (told,)
-        return (told, "under 1 % is saved: raise sparsity.error_budget, or pack without masks")
+        told = [f"packed by the recipe: {tell_sizes(before, after)}"]
+        if self.budgets:
+            told.append(f"with sparsity.error_budget {'; '.join(map(str, self.budgets))}")
+        if before - after < _WORTHWHILE * before:
+            told.append("under 1 % is saved: raise sparsity.error_budget, or pack without masks")
+        return tuple(told)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, every layer's decision included."""
         sizes = {} if self.sizes is None else dict(zip(_SIZES, self.sizes, strict=True))
-        return {**masks_to_json(self.masks, self.output), **sizes}
+        budgets = {"next_budgets": [asdict(budget) for budget in self.budgets]}
+        return {**masks_to_json(self.masks, self.output), **sizes, **budgets}
 
 
 def masks_to_json(masks: MaskSet, written: Path | None) -> dict[str, Any]:
@@ -137,14 +160,42 @@ def sparsify(
     written = None if dry_run else path
     if written is not None:
         write_or_keep(partial(save_masks, masks, force=force), written)
-    return Sparsified(masks, written, _sizes(source, chosen, masks))
+    return Sparsified(
+        masks, written, _sizes(source, chosen, masks), _next_budgets(source, chosen, masks)
+    )
 
 
 def _sizes(model: Model, recipe: Recipe, masks: MaskSet) -> tuple[int, int]:
     """Return the bytes of the packed denoisers without and with masks, from headers."""
     none = replace(masks, layers={name: {} for name in masks.layers})
-    before, after = (
-        forecast_pack(model, recipe, Path("packed"), missing=(), masks=chosen).summary.bytes_after
-        for chosen in (none, masks)
-    )
-    return before, after
+    return _size(model, recipe, none), _size(model, recipe, masks)
+
+
+def _size(model: Model, recipe: Recipe, masks: MaskSet) -> int:
+    return forecast_pack(model, recipe, Path("p"), missing=(), masks=masks).summary.bytes_after
+
+
+def _next_budgets(model: Model, recipe: Recipe, masks: MaskSet) -> tuple[Budget, ...]:
+    """Return the next budgets that mask more layers than the one before, from their errors."""
+    rule = recipe.sparsity
+    if rule is None or rule.error_budget is None:
+        return ()
+    found, most = list[Budget](), sum(decision.chosen for decision in masks.decisions)
+    for times in _NEXT:
+        budget = rule.error_budget * times
+        more = _within(masks, budget)
+        layers = sum(map(len, more.layers.values()))
+        if layers > most:
+            found.append(Budget(budget, layers, _size(model, recipe, more)))
+            most = layers
+    return tuple(found)
+
+
+def _within(masks: MaskSet, budget: float) -> MaskSet:
+    """Return the masks of a budget, without their bits: forecasts read none."""
+    layers: dict[str, dict[str, LayerMask]] = {name: {} for name in masks.layers}
+    for told in masks.decisions:
+        if told.error is not None and told.error <= budget:
+            bare = LayerMask(torch.empty(0, 0, dtype=torch.uint8), masks.pattern, "", told.error)
+            layers[told.component][told.layer] = bare
+    return replace(masks, layers=layers)

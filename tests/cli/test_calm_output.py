@@ -79,6 +79,25 @@ def test_sparsify_ends_with_what_the_masks_save(pipeline_dir, tmp_path):
     assert tell_sizes(told["bytes_dense"], told["bytes_sparse"]) in last
 
 
+def test_sparsify_tells_next_budgets_as_they_come(pipeline_dir, tmp_path):
+    from quantkit.workflow.sparsify import sparsify
+
+    def found(budget):
+        changes = {"sparsity.method": "magnitude", "sparsity.error_budget": budget}
+        return sparsify(pipeline_dir, recipe=package.load_recipe("fp8-sparse", changes))
+
+    errors = sorted(d.error for d in found(1.0).masks.decisions if d.error is not None)
+    first = found(errors[0])
+    assert first.budgets, errors
+    assert "with sparsity.error_budget " in str(first)
+    for told in first.budgets:
+        then = found(told.error_budget)
+        assert (told.layers, told.nbytes) == (
+            sum(d.chosen for d in then.masks.decisions), then.sizes[1]
+        )  # fmt: skip
+    assert found(1.0).budgets == ()
+
+
 def test_sparsify_says_when_next_to_nothing_is_saved(pipeline_dir, tmp_path):
     how = ("--set", "sparsity.method=magnitude", "--set", "sparsity.error_budget=1e-9")
     found = invoke("sparsify", pipeline_dir, "-r", "fp8-sparse", *how, "-o", tmp_path / "m", "-q")

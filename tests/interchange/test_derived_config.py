@@ -28,9 +28,8 @@ def original_shapes(class_name, shapes):
     for tensor in original_tensors(layout, shapes):
         first = shapes[tensor.parts[0]]
         rows = sum(shapes[part][0] for part in tensor.parts) if first else 0
-        found[tensor.name] = tuple([rows, *first[1:]] if first else first)
-        if tensor.transposed:
-            found[tensor.name] = tuple(reversed(found[tensor.name]))
+        shape = (rows, *first[1:]) if first else ()
+        found[tensor.name] = shape[::-1] if tensor.transposed else shape
     return layout, found
 
 

@@ -138,7 +138,7 @@ def test_every_command_is_a_function_of_the_workflow():
                 "evaluation_options", "help_command", "kernel_tables", "library_noise",
                 "mask_table", "options",
                 "preview", "rate_column", "recovery_options", "report_tables",
-                "standard_streams"}  # fmt: skip
+                "standard_streams", "stopping"}  # fmt: skip
     modules = {path.stem: path.read_text() for path in (ROOT / "quantkit/cli").glob("*.py")}
     idle = [name for name in set(modules) - printing if "quantkit.workflow." not in modules[name]]
     assert not idle

@@ -94,7 +94,7 @@ def calibrate_share(
         processes: each takes a run of whole batches.
         resume: go on with what a run that was killed had kept.
         progress: told of weights hashed and of this process's denoiser calls.
-        note: told, in the first process, that there was nothing to go on with.
+        note: told, in the first process, what an earlier run had kept.
 
     Returns:
         what ``calibrate`` returns, in the first process, None in the others; and what to discard
@@ -108,6 +108,8 @@ def calibrate_share(
         mine = weight_digests(run.layers, progress) if processes.is_first else {}
     digests = processes.exchange(mine)[0]
     kept = PartialFile(output, processes, run.facts(digests))
+    if not resume and processes.is_first and kept.path.exists():
+        note(f"{output}: a partial calibration is there; resume goes on with it, this run does not")
     before = _read_kept(kept, processes, note) if resume else None
     own = _collect(run, processes, kept, before, progress)
     parts = [part for part in processes.gather(own) if part is not None]
@@ -215,6 +217,8 @@ def _read_kept(
     with processes.together():
         found = kept.read()
     if any(processes.exchange(found is not None)):
+        if processes.is_first and found is not None:
+            note(f"{kept.output}: going on after {found.batches} batches of a partial calibration")
         return found
     if parts := ", ".join(path.name for path in others(kept.output)):
         raise ArtefactError(
