@@ -35,7 +35,7 @@ KINDS = (
     Kind(
         "a LoRA",
         re.compile(
-            r"(.*[._])?(lora[._](up|down|A|B|mid|unet|te\d?)|lokr_w\d|hada_w\d|dora_scale)\b.*"
+            r"(.*[._])?(lora[._](up|down|A|B|mid|unet|te\d?)|lokr_w\d|hada_w\d|oft_\w+|dora_scale)\b.*"
         ),
         "pack the model that it is for, and give it to pipe.load_lora_weights of the packed one",
     ),
@@ -51,13 +51,21 @@ KINDS = (
     ),
     Kind(
         "a text encoder",
-        re.compile(r"(text_model\.)?encoder\.(layers|block)\.\d+\..*|enc\.blk\.\d+\..*"),
+        re.compile(
+            r"(text_model\.)?encoder\.(layers|block)\.\d+\..*|enc\.blk\.\d+\..*"
+            r"|(transformer|model)\.resblocks\.\d+\..*|shared\.weight"
+        ),
         "give the pipeline's folder and set text_encoders: int8 in the recipe",
     ),
     Kind(
         "a VAE",
         re.compile(r"((first_stage_model|vae)\.)?decoder\.(conv_in|conv1|mid|middle)\b.*"),
         "give the file of the denoiser, or the pipeline's folder with vae: int8 in the recipe",
+    ),
+    Kind(
+        "an embedding",
+        re.compile(r"(emb_params|string_to_param|clip_[lg])\b.*"),
+        "give the file of the denoiser, and load the embedding with load_textual_inversion",
     ),
 )
 #: A pipeline of each layout that is published, for the example of a command.
@@ -100,7 +108,7 @@ def refuse_bare_file(path: Path) -> None:
     names = _names_of(path, is_gguf=begin.startswith(b"GGUF"))
     if layout_of_names(names) is not None:
         return
-    kind = None if _has_denoiser(names) else _kind_of(names)
+    kind = None if _has_denoiser(names) else kind_of(names)
     if kind is not None:
         raise ModelError(f"{path}: {kind.what}, which is no MODEL; {kind.cure}")
     refuse_underived(path, names)
@@ -136,7 +144,8 @@ def _has_denoiser(names: Collection[str]) -> bool:
     return any(name.startswith("model.diffusion_model.") for name in names)
 
 
-def _kind_of(names: Collection[str]) -> Kind | None:
+def kind_of(names: Collection[str]) -> Kind | None:
+    """Return what a file is by the names of its tensors; None: no kind that is known."""
     return next((kind for kind in KINDS if any(map(kind.names.fullmatch, names))), None)
 
 

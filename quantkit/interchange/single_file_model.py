@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from quantkit.errors import ModelError
 from quantkit.interchange.checkpoint_parts import Encoders, OtherParts, Part, find_parts
+from quantkit.interchange.file_contents import kind_of
 from quantkit.interchange.layout_names import (
     layout_of_model,
     layout_of_names,
     original_tensors,
 )
-from quantkit.interchange.other_files import refuse_other
+from quantkit.interchange.original_layouts import LAYOUTS
 from quantkit.interchange.pieces import ModelShapes, Naming, describe, own_names, pieces_of
 from quantkit.interchange.stored_file import StoredFile
 from quantkit.models.pipeline_index import (
@@ -122,8 +124,26 @@ def _own_names(file: StoredFile, described: ModelShapes) -> Naming:
     hits = {p: sum(p + name in file.tensors for name in shapes) for p in _PREFIXES}
     prefix = max(_PREFIXES, key=lambda p: hits[p])
     if 2 * hits[prefix] < len(shapes):
-        refuse_other(file, described.folder)
+        _refuse_unknown(file, described.folder)
     return Naming("diffusers", prefix, own_names(shapes))
+
+
+def _refuse_unknown(file: StoredFile, folder: Path) -> NoReturn:
+    """Refuse a file that is not the model, naming the kind that it is.
+
+    Raises:
+        ModelError: always.
+    """
+    kind = kind_of(file.tensors)
+    if kind is not None:
+        raise ModelError(f"{file.path}: {kind.what}, expected a denoiser; {kind.cure}")
+    known = ", ".join(dict.fromkeys(layout.architecture for layout in LAYOUTS))
+    named = f"architecture {file.architecture:.80}" if file.architecture else "a model"
+    raise ModelError(
+        f"{file.path}: {named}, whose layout is not known; expected one of {known}, or the names "
+        f"of diffusers for {folder}; found {some(file.tensors) or 'no tensors'}",
+        fields=("config",),
+    )
 
 
 def _others(file: StoredFile, naming: Naming, described: ModelShapes) -> set[str]:

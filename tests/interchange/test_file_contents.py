@@ -36,7 +36,10 @@ FILES = {
         "controlnet_blocks.0.weight",
     ],
     "a language model": ["model.layers.0.self_attn.q_proj.weight"],
+    "an embedding": ["emb_params", "clip_l"],
     "a text encoder": [
+        "transformer.resblocks.0.attn.in_proj_weight",
+        "shared.weight",
         "text_model.encoder.layers.0.self_attn.k_proj.weight",
         "encoder.block.0.layer.0.SelfAttention.q.weight",
     ],
