@@ -243,7 +243,7 @@ def _evaluate(
             commands=_reproduced(context, plan, row, baseline),
             progress=context.under(row),
         )
-        write_report(report, pairs, folder, force=False)
+        write_report(report, pairs, folder, force=False, indexed=True)
     local = [errors[c] for c in _commands(context, plan, row) if c in errors]
     return DemoResult(row, report, folder.name, local[-1] if local else None)
 

@@ -149,6 +149,17 @@ def judge_cell(report: Report) -> str:
     return "pass" if report.passed else "not judged"
 
 
+def best_first(methods: Sequence[Method]) -> list[Method]:
+    """Return those that pass first, then open and failed ones; of each the highest SSIM first."""
+    ranks = {State.PASSED: 0, State.NOT_JUDGED: 1, State.UNDECIDED: 1, State.FAILED: 2}
+
+    def rank(method: Method) -> tuple[int, float]:
+        mean = method.report.comparison.scores["ssim"].summary.mean
+        return ranks[method.report.state], 1.0 if mean is None else -mean
+
+    return sorted(methods, key=rank)
+
+
 def write_methods(
     methods: Sequence[Method],
     folder: Path,
@@ -159,6 +170,8 @@ def write_methods(
 ) -> None:
     """Write index.html, methods.md and methods.json beside the reports' folders.
 
+    On pages the best is first.
+
     Args:
         methods: made on one original, with the same prompts and seeds.
         folder: exists, and holds every method's folder.
@@ -168,7 +181,7 @@ def write_methods(
     """
     text = json.dumps(to_json(methods), indent=1, allow_nan=False, ensure_ascii=False)
     (folder / "methods.json").write_text(text + "\n", encoding="utf-8")
-    page = _page(methods, folder, commands)
+    page = _page(best_first(methods), folder, commands)
     if title:
         page = replace(page, title=title, heading=title, facts=facts)
     (folder / "methods.md").write_text(to_markdown(page), encoding="utf-8")

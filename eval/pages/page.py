@@ -235,6 +235,8 @@ class Page:
     #: measured pictures that it holds
     store: Store = _NO_PICTURES
     running: Running | None = None
+    #: it is in a folder of an index, to which it leads
+    indexed: bool = False
 
 
 def state_style(state: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from quantkit.eval.judging.evaluation_result import Report
@@ -44,6 +45,7 @@ def write_report(
     *,
     force: bool,
     pictures: Pictures = Pictures.INSIDE,
+    indexed: bool = False,
 ) -> None:
     """Write the directory ``output`` at once: report.json, .md, .html and images/.
 
@@ -53,6 +55,7 @@ def write_report(
         output: the directory.
         force: replace one that exists.
         pictures: whether report.html holds its pictures, or shows those in images/.
+        indexed: whether an index.html stands in the folder above.
 
     Raises:
         OutputError: it exists without ``force``, or cannot be written.
@@ -61,7 +64,7 @@ def write_report(
         save_pairs(pairs, stage / "images")
         text = json.dumps(report.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
         (stage / "report.json").write_text(text + "\n", encoding="utf-8")
-        page = report_page(report, pairs, pictures)
+        page = replace(report_page(report, pairs, pictures), indexed=indexed)
         (stage / "report.md").write_text(to_markdown(page), encoding="utf-8")
         (stage / "report.html").write_text(to_html(page), encoding="utf-8")
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from quantkit.eval.judging.evaluation_result import Report
 from quantkit.eval.judging.gates import Gate, State, state_of
-from quantkit.eval.measuring.number_format import show
+from quantkit.eval.measuring.number_format import show, show_interval
 
 
 def gate_remark(gate: Gate) -> str:
@@ -32,12 +32,18 @@ def lead(gates: Sequence[Gate]) -> str:
     told = [gate for gate in gates if gate.state is state]
     numbers = ", ".join(
         # The network's name stands in the tables.
-        f"{gate.title.partition(' [')[0]} {show(gate.found, gate.unit)} (expected {gate.expected})"
+        f"{gate.title.partition(' [')[0]} {_found(gate)} (expected {gate.expected})"
         for gate in told
     )
     needed = [gate.prompts_needed for gate in told if gate.prompts_needed]
     more = f"; about {max(needed)} prompts would decide" if needed else ""
     return f"{words[:-1]}: {numbers}{more}."
+
+
+def _found(gate: Gate) -> str:
+    """Return a gate's number with its interval."""
+    tail = f" {show_interval(gate.interval)}" if gate.interval else ""
+    return f"{show(gate.found, gate.unit)}{tail}"
 
 
 def kernel_sentence(report: Report) -> str:

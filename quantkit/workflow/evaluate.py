@@ -335,7 +335,8 @@ def compare(
                 commands=tuple(commands),
                 progress=_named(name, progress),
             )
-            write_report(report, pairs, stage / name, force=False, pictures=settings.shown)
+            shown = settings.shown
+            write_report(report, pairs, stage / name, force=False, pictures=shown, indexed=True)
             rows.append(Method(name, report, name))
         write_methods(rows, stage, tuple(commands))
     return Compared(tuple(rows), path)

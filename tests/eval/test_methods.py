@@ -3,10 +3,12 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from quantkit.eval.pages.methods_table import COLUMNS, cells, name_methods
+from quantkit.eval.judging.gates import State
+from quantkit.eval.pages.methods_table import COLUMNS, best_first, cells, name_methods
 from safetensors.torch import load_file, save_file
 
 from quantkit.cli.evaluate_command import evaluate
@@ -58,6 +60,7 @@ def test_compare_writes_one_page_and_a_report_each(compared):
     for link in re.findall(r'(?:href|src)="([^"#]+)"', page):
         assert (output / link).is_file(), link
     assert page.count("noise floor: the original with") == 2
+    assert 'href="../index.html"' in (output / "fp8" / "report.html").read_text(encoding="utf-8")
     order = ("<h1>", 'class="tiles methods"', 'id="look"', 'id="pictures"', 'id="table"')
     assert sorted(order, key=page.index) == list(order)
     figure = page[page.index('<figure class="pair"') : page.index("</figure>")]
@@ -133,6 +136,23 @@ def test_compare_plans_dry_and_refuses_before_the_long_work(pipeline_dir, packed
     taken = run("compare", pipeline_dir, *packed, "-o", output)
     assert isinstance(taken.exception, OutputError)
     assert list(output.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([("failed", 0.99), ("passed", 0.96), ("undecided", 0.95)], [1, 2, 0]),
+        ([("passed", 0.96), ("passed", 0.98), ("passed", None)], [1, 0, 2]),
+    ],
+)
+def test_the_best_method_is_first(given, expected):
+    def made(state, mean):
+        scores = {"ssim": SimpleNamespace(summary=SimpleNamespace(mean=mean))}
+        report = SimpleNamespace(state=State(state), comparison=SimpleNamespace(scores=scores))
+        return SimpleNamespace(report=report)
+
+    methods = [made(*row) for row in given]
+    assert [methods.index(method) for method in best_first(methods)] == expected
 
 
 def test_names_tell_directories_apart(tmp_path):

@@ -295,7 +295,8 @@ def test_verdict_names_what_passes_fails_and_was_not_measured():
     assert headline(made_report(pairs, Limits(ssim=0.0)).gates) == "Passed what was measured."
     assert headline(made_report(made(3), Limits(ssim=0.0)).gates) == "Undecided."
     assert re.match(r"Quantized weights pass: SSIM 0\.\d+ \(> 0\)\. ", good.verdict)
-    mean = show(good.comparison.scores["ssim"].summary.mean)
+    mean = show_mean(good.comparison.scores["ssim"].summary)
+    assert mean.endswith("]")
     assert lead(good.gates) == f"Passed: SSIM {mean} (expected > 0)."
     none = made_report(pairs, Limits(ssim=None))
     assert lead(none.gates) == "Not judged: no gate was measured."
