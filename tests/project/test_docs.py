@@ -338,9 +338,39 @@ def run(snippet):
     return scope
 
 
-#: Pages whose Python runs as it stands on a tiny pipeline. The other blocks need what takes long to
-#: make (two folders of pictures, objects of a GPU) or a card.
-RUNNABLE = [s for s in PYTHON if s.page.name in {"load.md", "pack.md", "tour.md"}]
+#: Pages whose Python runs as it stands on a tiny pipeline.
+PYTHON_RUNS = {"load.md", "pack.md", "tour.md", "tutorial.md"}
+#: Pages whose commands run, and pages whose commands and Python are parsed alone, with the reason.
+COMMANDS_RUN = {"tutorial.md"}
+NOT_RUN = {
+    "README.md": "published models; a card",
+    "attention.md": "a published model on a card",
+    "benchmark.md": "minutes of timing on a card",
+    "calibrate.md": "a published model, for minutes",
+    "comfyui.md": "files that are downloaded, and ComfyUI",
+    "evaluate.md": "two folders of pictures, other tools' files, LPIPS and CLIP from the network",
+    "export.md": "published models; other programs that read what is written",
+    "gguf.md": "files that are downloaded",
+    "import.md": "files that are downloaded",
+    "install.md": "what it installs",
+    "pack.md": "published models; its Python runs",
+    "python.md": "a published model",
+    "sensitivity.md": "a published model, for minutes",
+    "sparsify.md": "minutes of training on a GPU",
+    "text_encoders.md": "published text encoders",
+    "vae.md": "a published pipeline",
+    "kernels.md": "compilers and a card",
+    "methods.md": "an H200, for hours",
+    "results.md": "an H200, for hours",
+    "tour.md": "a published model; its Python runs",
+}
+RUNNABLE = [s for s in PYTHON if s.page.name in PYTHON_RUNS - COMMANDS_RUN]
+
+
+def test_every_page_with_commands_runs_or_says_why_not():
+    lines = [s for s in CONSOLE if any(words[0] == "quantkit" for words in shell_lines(s.text))]
+    commands_of, python_of = ({s.page.name for s in found} for found in (lines, PYTHON))
+    assert {*commands_of - COMMANDS_RUN, *python_of - PYTHON_RUNS} == NOT_RUN.keys()
 
 
 @pytest.mark.parametrize("snippet", RUNNABLE, ids=str)
