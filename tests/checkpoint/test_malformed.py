@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import re
 import shutil
 
@@ -18,6 +17,7 @@ from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
 from quantkit.sparsity.maskfile import save_masks
+from quantkit.storage import system
 from quantkit.storage.digest import sha256_of
 from quantkit.storage.tensorfile import read_header
 from tests.support.headers import write_header
@@ -273,7 +273,7 @@ def test_no_space_left(refused, source, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(system, "_write_some", full)
     refused("pack", source, "-o", tmp_path / "o", match="o: no space left on the device")
 
 

@@ -157,6 +157,11 @@ def test_an_output_that_exists_is_kept_without_force(amd):
     assert sorted(path.name for path in amd.iterdir()) == before
 
 
+def test_a_build_elsewhere_has_the_same_bytes(amd, tmp_path):
+    (again,) = build("gfx1201", tmp_path / "a" / "gfx1201", VARIANTS[:1]).kernels
+    assert (tmp_path / "a" / "gfx1201" / again.file).read_bytes() == (amd / again.file).read_bytes()
+
+
 def test_a_build_that_fails_leaves_nothing(tmp_path, monkeypatch):
     need(compilers.clang)
     sources = tmp_path / "kernels"

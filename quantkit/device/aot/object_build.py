@@ -31,6 +31,8 @@ _CLANG_OPTIONS = (
     "-ffp-contract=off",
     # One workgroup stays on one compute unit, as hipRTC compiles by default.
     "-mcumode",
+    # Else a symbol is named after the path of the output, and two builds differ.
+    "-fuse-cuid=none",
 )
 
 
