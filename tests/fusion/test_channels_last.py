@@ -10,7 +10,7 @@ from quantkit.device.torch_operators import OPERATORS, OVERLOADS
 from quantkit.fusion.checking import WrongKernelError, run_checked
 from quantkit.fusion.patterns import picture_operators
 from quantkit.fusion.patterns.channels_last import laid_out, reads_pixels, with_picture_calls
-from quantkit.fusion.patterns.picture_operators import cloned_rows
+from quantkit.fusion.patterns.picture_operators import cloned_rows, padded_rows
 from quantkit.fusion.simplify import simplify
 from quantkit.fusion.trace import trace
 from tests.support.kernel_cases import need
@@ -177,10 +177,32 @@ def test_a_copy_before_a_batched_product_keeps_its_rows(shape):
     assert [found.layouts[right].strides[-2] for _, right in multiplied] == [C // 4, 1]
 
 
+@pytest.mark.parametrize("sides", [(0, 0, 0, 1), (0, 0, 1, 0), (1, 1, 0, 1), (0, 1)])
+def test_values_are_padded_where_a_product_reads_them(sides):
+    """Linear attention sums its weights with a row of ones."""
+    conv = convolution()
+
+    def step(x, rows):
+        heads = rows.transpose(1, 2).unflatten(1, (4, 8)).float()
+        padded = functional.pad(heads, sides, value=1.0)
+        return conv(x), padded @ padded.transpose(-1, -2)
+
+    x, rows = picture(), picture(2, 30, C)
+    program = simplify(trace(lambda: step(x, rows), (x, rows))[0])
+    pictured = with_picture_calls(program)
+    found = [call.operator is padded_rows for call in pictured.calls]
+    assert sum(found) == (sides == (0, 0, 0, 1))
+    _, answer = laid_out(pictured, (x, rows))
+    torch.testing.assert_close(answer, step(x, rows), rtol=1e-6, atol=1e-6)
+
+
 def test_copies_of_rows_are_the_same_matrices():
     x = picture(2, 3, 5, 7)
     torch.testing.assert_close(cloned_rows(x), x, rtol=0, atol=0)
     assert cloned_rows(x).stride() == (105, 35, 1, 5)
+    padded = padded_rows(x, 2, 0.5)
+    torch.testing.assert_close(padded, functional.pad(x, (0, 0, 0, 2), value=0.5), rtol=0, atol=0)
+    assert padded.stride() == (147, 49, 1, 7)
 
 
 def test_pixels_are_repeated_as_codes_may_be():

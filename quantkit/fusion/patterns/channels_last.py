@@ -11,7 +11,7 @@ more, with these in place of torch's calls:
     add, group norm, silu    group_partials and group_norm
     the same, then quantize  group_partials and group_norm_codes
     split of a convolution   parts that the bias is added to, which row kernels do where they read
-    clone, then bmm          a copy whose rows stay rows, seen as the transposed one
+    clone or pad, then bmm   a copy whose rows stay rows, seen as the transposed one
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +34,7 @@ from quantkit.fusion.patterns.picture_operators import (
     SummedConvolution,
     cloned_rows,
     convolved_parts,
+    padded_rows,
 )
 from quantkit.fusion.program import Call, Layout, Program, Value
 from quantkit.fusion.rows.access import Access, Dim, is_identity, merged
@@ -51,6 +52,7 @@ _CONVOLUTIONS = {
 _GROUP_NORM, _SILU = _ATEN.native_group_norm.default, _ATEN.silu.default
 _ADD, _SPLIT = _ATEN.add.Tensor, _ATEN.split.Tensor
 _CONVOLUTION, _CLONE = _ATEN.convolution.default, _ATEN.clone.default
+_PAD = _ATEN.constant_pad_nd.default
 
 
 def reads_pixels(program: Program) -> bool:
@@ -111,6 +113,7 @@ class _Pictures:
             return self._normed(call, call, "")
         patterns = {
             _SILU: self._activated, _ADD: self._added, _SPLIT: self._parted, _CLONE: self._turned,
+            _PAD: self._padded,
         }  # fmt: skip
         pattern = patterns.get(call.operator)
         return pattern(call) if pattern else None
@@ -156,11 +159,22 @@ class _Pictures:
 
     def _turned(self, clone: Call) -> Call | None:
         """Return a copy that keeps its columns side by side; None where others read rows."""
-        *_, rows, _ = (0, 0, *self.sources.program.layouts[clone.arguments[0]].strides)
-        readers = {call.operator for call in self.sources.readers.get(clone.result, ())}
-        if rows != 1 or readers != {_ATEN.bmm.default}:
+        if not self._is_multiplied(clone):
             return None
         return replace(clone, operator=cloned_rows, keywords={})
+
+    def _padded(self, pad: Call) -> Call | None:
+        """Return a pad of rows at their end, as ``cloned_rows``; None where it is another one."""
+        x, sides, value = (*pad.arguments, 0)[:3]
+        if [*sides[:3]] != [0, 0, 0] or len(sides) != 4 or not self._is_multiplied(pad):
+            return None
+        return replace(pad, operator=padded_rows, arguments=(x, sides[3], value))
+
+    def _is_multiplied(self, copy: Call) -> bool:
+        """Tell whether batched products alone read a copy of matrices that lie transposed."""
+        *_, rows, _ = (0, 0, *self.sources.program.layouts[copy.arguments[0]].strides)
+        readers = {call.operator for call in self.sources.readers.get(copy.result, ())}
+        return rows == 1 and readers == {_ATEN.bmm.default}
 
     def _takes(self, conv: Call, picture: Value, add: Call) -> bool:
         layouts = self.sources.program.layouts

@@ -100,3 +100,11 @@ def cloned_rows(x: Tensor) -> Tensor:
     Products of batches read either order, and a copy that keeps it is made where the numbers are.
     """
     return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def padded_rows(x: Tensor, count: int, value: float) -> Tensor:
+    """Return ``cloned_rows`` of matrices with so many more rows (..., M + count, N) of a value."""
+    columns = x.transpose(-1, -2)
+    one = torch.full((1,), value, dtype=x.dtype, device=x.device)
+    more = one.expand(*columns.shape[:-1], count)
+    return torch.cat([columns, more], -1).transpose(-1, -2)

@@ -21,7 +21,7 @@ from quantkit.fusion.rows.row_nodes import FLOATS, Level, Load, Map, Node, Secon
 from quantkit.fusion.sources import Sources
 
 #: A call is computed again for each element of a result at least so many times as large.
-_MUCH_LARGER = 8
+MUCH_LARGER = 8
 #: Columns of a row: fewer are no row, and more do not fit the registers of a block.
 _FEWEST, _MOST = 8, 16384
 
@@ -148,7 +148,7 @@ class Rows:
     def _maker_of(self, value: Value, result: Layout, level: Level) -> Node | None:
         """Return the node of a call so small that it is made again; None: it is read."""
         maker = self.sources.makers.get(value)
-        small = self.layout(value).numel * _MUCH_LARGER <= result.numel
+        small = self.layout(value).numel * MUCH_LARGER <= result.numel
         cheap = maker is not None and maker.operator in CHEAP and small
         return self._again(maker, self.layout(value), result, level) if cheap else None
 
@@ -168,7 +168,9 @@ class Rows:
         """
         whole = _dense(self.layout(value))
         maker = self.sources.makers.get(value)
-        if (node := self._again(maker, self.layout(value), whole, Level.FULL)) is not None:
+        node = self._again(maker, self.layout(value), whole, Level.FULL)
+        node = node or self._elsewhere(value, self.layout(value), whole)
+        if node is not None:
             return node
         if self.sources.bases.get(value, value) in self.nodes:
             raise NotARowError

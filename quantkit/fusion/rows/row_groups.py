@@ -7,7 +7,7 @@ from typing import Any
 
 from quantkit.fusion.program import Call, Program, Value, values_in
 from quantkit.fusion.rows.grouping import Group, group
-from quantkit.fusion.rows.lowering import Rows
+from quantkit.fusion.rows.lowering import MUCH_LARGER, Rows
 from quantkit.fusion.rows.row_nodes import Node
 from quantkit.fusion.rows.schedule import Schedule
 from quantkit.fusion.simplify import without_unread
@@ -35,14 +35,14 @@ class RowGroup:
 
 
 def with_row_kernels(program: Program, operator_of: Callable[[RowGroup], Any]) -> Program:
-    """Return a program with one call in the place of each group of several calls that has rows.
+    """Return a program with one call in the place of each group that has rows and spares a call.
 
     Args:
         program: a simplified one.
         operator_of: an operator on what a group reads, which gives its outputs.
     """
     groups = group(program)
-    replaced = {one: one.rows for one in groups if one.rows is not None and len(one.calls) > 1}
+    replaced = {one: one.rows for one in groups if one.rows and _spares(program, one, one.rows)}
     read = _read_outside(program, groups, replaced)
     calls: list[Call] = []
     for one in groups:
@@ -53,6 +53,16 @@ def with_row_kernels(program: Program, operator_of: Callable[[RowGroup], Any]) -
         new = RowGroup(one.calls, rows, outputs)
         calls.append(new.call_of(operator_of(new)))
     return without_unread(replace(program, calls=tuple(calls)))
+
+
+def _spares(program: Program, one: Group, rows: Rows) -> bool:
+    """Tell whether a kernel does what several calls do, or one and what made its input."""
+    if len(one.calls) > 1:
+        return True
+    own = program.calls[one.calls[0]].reads
+    others = (load.value for load in Schedule(tuple(rows.nodes.values())).loads)
+    layouts = program.layouts
+    return any(v not in own and MUCH_LARGER * layouts[v].numel > rows.numel for v in others)
 
 
 def _read_outside(
