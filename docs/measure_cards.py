@@ -1,6 +1,6 @@
 """What silicon reaches of what issue allows: other people's kernels, timed by others on Radeons.
 
-``python docs/measure_cards.py`` prints the tables of docs/notes/kernels.md from
+``python docs/measure_cards.py`` prints what docs/notes/kernels.md sums up, from
 docs/notes/results/radeon-kernels.json, and the range that quantkit/device/aot/silicon.py has.
 ``python docs/measure_cards.py FILE`` reads another file of that format, or what ``quantkit doctor
 --bundle FILE`` wrote on a card: its times beside what quantkit/bench/estimate says, the shares that
