@@ -72,7 +72,7 @@ def test_other_commands_take_the_file(exported, transformer_pipeline_dir, tmp_pa
 def test_mistakes_are_said_in_one_line_with_the_option(exported, pipeline_dir, tmp_path, capsys):
     output = tmp_path / "out"
     text = failed(capsys, "pack", exported, "-o", output)
-    assert "a single file has no config" in text
+    assert "give the pipeline that the file belongs to" in text
     assert text.rstrip().endswith("(--config)")
     text = failed(capsys, "pack", pipeline_dir, "--config", pipeline_dir, "-o", output)
     assert "no file, and config goes with one" in text

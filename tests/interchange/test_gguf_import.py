@@ -317,7 +317,9 @@ def test_files_of_another_model_are_refused(sound, saved, config, tmp_path, tran
     refused(sound, saved("flux"), r"holds sd3 .*, but .* is a FluxTransformer2DModel")
     refused(sound, transformer_dir, "is a PixArtTransformer2DModel")
     llama = raw(tmp_path / "d.gguf", {"blk.0.attn_q.weight": np.zeros((4, 4), "f4")}, "llama")
-    refused(llama, folder, "architecture llama, whose layout is not known; expected one of sdxl")
+    refused(llama, folder, "a language model, expected a denoiser")
+    other = raw(tmp_path / "f.gguf", {"blocks.0.weight": np.zeros((4, 4), "f4")}, "rwkv")
+    refused(other, folder, "architecture rwkv, whose layout is not known; expected one of sdxl")
     refused(sound, tmp_path / "nowhere", "not a diffusers directory")
     (tmp_path / "text.gguf").write_text("hello, world")
     refused(tmp_path / "text.gguf", folder, "not a GGUF file")
@@ -368,7 +370,7 @@ def test_numbers_beyond_float16_are_refused(value, config, tmp_path):
 
 
 def test_a_gguf_file_alone_says_what_is_missing(sound):
-    with pytest.raises(ModelError, match="a single file has no config") as caught:
+    with pytest.raises(ModelError, match="give the pipeline that the file belongs to") as caught:
         as_model(sound)
     assert caught.value.fields == ("config",)
     with pytest.raises(ModelError, match="no file, and config goes with one"):
