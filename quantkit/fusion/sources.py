@@ -18,13 +18,13 @@ class Sources:
 
     @cached_property
     def makers(self) -> Mapping[Value, Call]:
-        """The call of each result that has memory of its own."""
+        """The call of each result that has memory of its own, to which no call writes."""
         return {
             result: call
             for call in self.program.calls
             if call.fresh and not call.writes
             for result in call.results
-            if result is not None
+            if result is not None and result not in self.program.written
         }
 
     @cached_property

@@ -311,6 +311,17 @@ def test_memory_that_is_written_to_is_read_after_that():
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_joined_rows_have_what_was_written_to_them(turned):
+    def step(x, others):
+        y = torch.relu(x)
+        y[..., :4].add_(1)
+        return torch.cat([y.transpose(0, 1) if turned else y, others], -1) * 2
+
+    x, others = normal(5, 3, 16), normal(3, 5, 8) if turned else normal(5, 3, 8)
+    torch.testing.assert_close(fused(step, x, others).run((x, others)), step(x, others))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
 def test_other_dtypes_stay_torchs(dtype):
     def step(x):
