@@ -235,14 +235,10 @@ FULL = DemoPlan(
             """,
         ),
         DemoRow(
-            "2:4 by magnitude, distilled as packed, and FP8",
+            "2:4 by magnitude, distilled, FP8, and trained as packed",
             "trained-fp8",
             """
-            sparsify {model} -r fp8-sparse --set sparsity.method=magnitude -o {out}/one-shot.masks
-            recover {model} -r fp8-sparse --masks {out}/one-shot.masks --quantize {training} \
--o {out}/trained
-            pack {out}/trained -r fp8-sparse --masks {out}/trained.masks.safetensors \
--o {out}/trained-fp8
+            recover {model} --packed {out}/distilled-fp8 {training} -o {out}/trained-fp8
             """,
         ),
     ),

@@ -22,7 +22,7 @@ from quantkit.cli.recovery_options import masks_output, recovery_options, take_t
 
 @click.command(
     cls=Command,
-    example="quantkit recover sdxl -r fp8-sparse --masks sdxl.masks -o sdxl-sparse",
+    example="quantkit recover sdxl --packed sdxl-int4 -o sdxl-int4-trained",
     kept="{}.recovery.safetensors",
     left="{}.recovery.html",
 )
@@ -32,8 +32,15 @@ from quantkit.cli.recovery_options import masks_output, recovery_options, take_t
     "--masks",
     type=options.PATH,
     callback=options.there,
-    help="Masks of 'quantkit sparsify', which are kept. Without them all weights stay; with "
-    "--method obs the recipe's sparsity section chooses.",
+    help="Masks of 'quantkit sparsify', which are kept. With --method obs the recipe's sparsity "
+    "section chooses where they are missing.",
+)
+@click.option(
+    "--packed",
+    type=options.PATH,
+    callback=options.directory,
+    help="A directory of 'quantkit pack': its codes, scales, biases and norms are trained, and "
+    "OUTPUT is packed as it is.",
 )
 @options.hessians
 @options.output
@@ -55,13 +62,13 @@ from quantkit.cli.recovery_options import masks_output, recovery_options, take_t
 @options.quiet
 @options.as_json
 def recover(method: str, quiet: bool, as_json: bool, **given: Any) -> None:
-    """Train MODEL so that masks, or packing with the recipe, cost its pictures less.
+    """Train MODEL so that masks, or packing, cost its pictures less.
 
     The denoiser is trained to repeat its own 16-bit outputs, along trajectories that start from
-    noise: with masks (--masks), computing as packed (--quantize), or both. No data set is needed.
-    OUTPUT is an ordinary 16-bit pipeline for 'quantkit pack'; its masks, if any, are a file next to
-    it. So is OUTPUT.recovery.html, which fills while distill trains: pictures and curves. Exits
-    with 1 when the pictures are worse than before.
+    noise. No data set is needed. With --masks OUTPUT is an ordinary 16-bit pipeline for 'quantkit
+    pack', and its masks are a file next to it. With --packed the codes of a packed model are
+    trained, and OUTPUT is packed. OUTPUT.recovery.html fills while distill trains: pictures and
+    curves. Exits with 1 when the pictures are worse than before.
     """
     from quantkit.progress import unheard
     from quantkit.workflow.recover import recover

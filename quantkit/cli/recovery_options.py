@@ -17,11 +17,6 @@ _POSITIVE = options.FiniteRange(min=0, min_open=True)
 
 #: name -> click's other arguments; each is a field of ``Training``
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "--quantize/--no-quantize": {
-        "default": None,
-        "help": "compute as packed with the recipe while training, or in 16 bit; default: as "
-        "packed if there are no masks.",
-    },
     "--minutes": {
         "type": _POSITIVE,
         "help": "training time, sampling of trajectories included. Default: 2, or no limit with "

@@ -105,6 +105,24 @@ def write_card(folder: Path, base: Path, recipe: Recipe, summary: PackSummary) -
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / CARD)
 
 
+def trained_card(text: str) -> str:
+    """Return the card of a packed model after its codes were trained.
+
+    Args:
+        text: the card before; figures of an evaluation are taken out, and one that its author wrote
+            otherwise stays.
+    """
+    before, first, rest = text.partition(MARKS[0])
+    _, last, after = rest.partition(MARKS[1])
+    if not last:
+        return text
+    untold = (
+        "Trained after it was packed, by `quantkit recover MODEL --packed DIR -o THIS`, and not "
+        "measured since. `quantkit eval report MODEL THIS -o REPORT` writes the figures here."
+    )
+    return f"{before}{first}\n{untold}\n{last}{after}"
+
+
 def _rows(summary: PackSummary) -> list[str]:
     rows = []
     for component in summary.components:

@@ -13,28 +13,11 @@ from torch.nn import functional
 
 from quantkit.numerics.conv_windows import Windows
 from quantkit.numerics.formats import NumberFormat
-from quantkit.numerics.packed_2to4 import from_rows, to_rows
+from quantkit.numerics.packed_2to4 import to_rows
 from quantkit.numerics.scales import cast, scale_of_amax
-from quantkit.numerics.scheme import Scheme
-from quantkit.numerics.weight_grid import WeightGrid
 
 #: Elements of windows that are unfolded at a time: 7 bytes each, so about 0.9 GB.
 WINDOW_ELEMENTS = 1 << 27
-
-
-@dataclass(frozen=True, eq=False)
-class LayerQuant:
-    """The quantization of one layer."""
-
-    scheme: Scheme
-    #: the rule of the weight's scales: amax or mse
-    observer: str = "amax"
-    #: the dtype that the weight is rounded to before it is packed: that of the model's files
-    stored: torch.dtype = torch.float32
-    #: (C,) float32, by which inputs are multiplied and weights divided; None: not
-    smooth: Tensor | None = None
-    #: float32, one element: the static scale of the input; None takes each batch's own amax
-    input_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,25 +27,10 @@ class InputQuant:
     fmt: NumberFormat
     #: None: one per row or window, of its own amax
     scale: Tensor | None
+    #: of the result
+    dtype: torch.dtype
     stride: tuple[int, ...] = ()
     dilation: tuple[int, ...] = ()
-
-
-class QuantizeWeight(torch.autograd.Function):
-    """Quantize and dequantize a weight, divided by the smoothing factor of its channels."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, smooth: Tensor | None, quant: LayerQuant) -> Tensor:
-        """Return the dequantized weight in float32, shaped as ``weight``."""
-        ctx.by_channel = 1 if smooth is None else smooth.reshape(-1, *[1] * (weight.ndim - 2))
-        rows = to_rows(weight.to(quant.stored).float() / ctx.by_channel).contiguous()
-        grid = WeightGrid.choose(rows, quant.scheme, quant.observer)
-        return from_rows(grid.round(rows), tuple(weight.shape))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient as if nothing had been quantized."""
-        return grad / ctx.by_channel, None, None
 
 
 class QuantizedLinear(torch.autograd.Function):
@@ -73,10 +41,10 @@ class QuantizedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: InputQuant
     ) -> Tensor:
         """Return (M, N)."""
-        narrow = weight.to(_compute_dtype(x))
+        narrow = weight.to(_compute_dtype(how.dtype))
         ctx.save_for_backward(x, narrow)
         codes, scale = _quantize_rows(x, how.fmt, how.scale)
-        return _scaled(codes.to(narrow.dtype) @ narrow.T, scale, bias, _output_dtype(x))
+        return _scaled(codes.to(narrow.dtype) @ narrow.T, scale, bias, how.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -100,10 +68,10 @@ class QuantizedConv2d(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: InputQuant
     ) -> Tensor:
         """Return (B, N, OH, OW)."""
-        narrow = weight.to(_compute_dtype(x))
+        narrow = weight.to(_compute_dtype(how.dtype))
         ctx.save_for_backward(x, narrow)
         ctx.how = how
-        dtype = _output_dtype(x)
+        dtype = how.dtype
         if how.scale is not None:
             codes = cast(x.float() / how.scale, how.fmt).to(narrow.dtype)
             y = functional.conv2d(codes, narrow, None, how.stride, 0, how.dilation)
@@ -134,15 +102,14 @@ class QuantizedConv2d(torch.autograd.Function):
         )
 
 
-def _output_dtype(x: Tensor) -> torch.dtype:
+def output_dtype(x: Tensor) -> torch.dtype:
     """Return autocast's dtype, or the input's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of products."""
-    dtype = _output_dtype(x)
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of products whose result has ``dtype``."""
     # Unscaled sums of codes, up to 448 each, leave the range of float16.
     return torch.float32 if dtype is torch.float16 else dtype
 

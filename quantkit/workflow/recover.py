@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.reader import Packed
 from quantkit.errors import ArtefactError
 from quantkit.models.layer_plan import dense_reason
 from quantkit.models.source import Component
@@ -12,7 +13,6 @@ from quantkit.numerics.masks import parse_pattern
 from quantkit.progress import Progress, Tell, silent, unheard
 from quantkit.recipe.recommended import DEFAULT
 from quantkit.recipe.schema import Recipe
-from quantkit.recovery.fake_quant import plan_quants
 from quantkit.recovery.recovered_model import refuse_outputs
 from quantkit.sparsity.choose import choose_masks, sparse_layers
 from quantkit.sparsity.maskfile import MaskSet
@@ -28,9 +28,10 @@ from quantkit.workflow.arguments import (
     opened,
     surgeon_of,
 )
+from quantkit.workflow.inspect import require_packed
 from quantkit.workflow.recovery_job import RUN, Job
 from quantkit.workflow.recovery_result import Recovery, RecoveryPlan
-from quantkit.workflow.recovery_settings import Training, as_packed, refuse_foreign
+from quantkit.workflow.recovery_settings import Training, refuse_foreign
 from quantkit.workflow.sparsify import Sparsified
 
 __all__ = ["Recovery", "RecoveryPlan", "Tell", "Training", "recover", "unheard"]
@@ -43,6 +44,7 @@ def recover(
     method: str = "distill",
     recipe: RecipeLike = DEFAULT,
     masks: MasksLike | None = None,
+    packed: str | Path | None = None,
     hessians: HessiansLike | None = None,
     prompts: PromptsLike | None = None,
     training: Training = Training(),  # noqa: B008  frozen
@@ -54,27 +56,29 @@ def recover(
     progress: Progress = silent,
     tell: Tell = unheard,
 ) -> Recovery | Any:
-    """Make up for what masks, or packing with the recipe, cost the pictures of a pipeline.
+    """Make up for what masks, or packing, cost the pictures of a pipeline.
 
-    distill trains the denoiser on what the dense one answers along its own trajectories, masked,
-    computing as packed, or both. obs trains nothing: kept weights and biases make up for the
-    dropped ones. No data set is needed.
+    distill trains the denoiser on what the dense one answers along its own trajectories: masked in
+    16 bit, or packed, where codes, scales, biases and norms are trained. obs trains nothing: kept
+    weights and biases make up for the dropped ones. No data set is needed.
 
     Args:
         model: the dense pipeline: its directory, a hub id, or opened.
-        output: the directory to make: an ordinary 16-bit pipeline.
+        output: the directory to make: an ordinary 16-bit pipeline, or a packed one as ``packed``.
         method: distill or obs.
-        recipe: what the result will be packed with; its calibration section says how pictures are
-            sampled.
+        recipe: its calibration section says how pictures are sampled, and with obs its sparsity
+            section which masks are chosen.
         masks: which weights are kept; None: with obs what the recipe's sparsity section chooses,
-            each layer computed once for its mask and its weights; with distill all.
+            each layer computed once for its mask and its weights.
+        packed: a directory of ``pack``, of this model or of one that was recovered from it; it is
+            trained, with its own masks, in place of a 16-bit pipeline.
         hessians: second moments of the model, which obs computes with.
         prompts: texts, or a file with one a line; None: the bundled set.
         training: how long, how fast and on what.
         masks_output: where the masks for the output go; None: ``OUTPUT.masks.safetensors``.
         device: auto, cpu or cuda[:N].
         force: replace existing outputs, and a saved training.
-        dry_run: say how many layers are masked and compute as packed, and train nothing.
+        dry_run: say how many layers are masked or packed, and train nothing.
         commands: what a reader types to make it again.
         progress: told of percents of the training, or of layers.
         tell: told a line about every loss or look.
@@ -84,21 +88,23 @@ def recover(
         processes.
 
     Raises:
-        InputError: a model, masks, second moments, prompts or settings that cannot be used, or an
-            output that exists.
+        InputError: a model, masks, a packed model, second moments, prompts or settings that cannot
+            be used, or an output that exists.
         NonFiniteError: the loss became NaN or Inf.
         QuantkitError: out of GPU memory.
     """
     source, chosen = opened(model, recipe)
     mask_set = as_masks(masks)
     refuse_foreign(method, training)
+    codes = None if packed is None else require_packed(packed)
     if dry_run:
-        return _plan(source.components[0], chosen, mask_set, method, training)
-    _refuse_moments(method, hessians, prompts)
+        return _plan(source.components[0], chosen, mask_set, codes, method)
+    _refuse_moments(method, hessians, prompts, codes)
     job = Job(
         source,
         chosen,
         mask_set,
+        codes,
         None,
         prompts,
         training,
@@ -129,12 +135,11 @@ def _choose_and_update(job: Job, hessians: HessiansLike | None) -> Recovery | No
 
 
 def _plan(
-    component: Component, recipe: Recipe, masks: MaskSet | None, method: str, training: Training
+    component: Component, recipe: Recipe, masks: MaskSet | None, packed: Packed | None, method: str
 ) -> RecoveryPlan:
-    kept = _kept(component, recipe, masks, method)
-    quantize = method == "distill" and as_packed(training, masked=masks is not None)
-    quants = plan_quants(component, recipe, kept) if quantize else {}
-    return RecoveryPlan(len(kept), len(quants))
+    found = () if packed is None else packed.components
+    layers = sum(len(c.config.layers) for c in found if c.name == component.name)
+    return RecoveryPlan(len(_kept(component, recipe, masks, method)), layers)
 
 
 def _kept(component: Component, recipe: Recipe, masks: MaskSet | None, method: str) -> set[str]:
@@ -149,9 +154,12 @@ def _kept(component: Component, recipe: Recipe, masks: MaskSet | None, method: s
 
 
 def _refuse_moments(
-    method: str, hessians: HessiansLike | None, prompts: PromptsLike | None
+    method: str,
+    hessians: HessiansLike | None,
+    prompts: PromptsLike | None,
+    packed: Packed | None,
 ) -> None:
-    """Refuse second moments that a method does not read, and require those that it does."""
+    """Refuse inputs that a method does not read, and require those that it does."""
     if method == "obs" and hessians is None:
         raise ArtefactError(
             "hessians: missing, and method obs needs second moments; give those of 'quantkit "
@@ -162,6 +170,11 @@ def _refuse_moments(
         raise ArtefactError(
             "prompts: method obs does not use them; drop them",
             fields=("prompts",),
+        )
+    if method == "obs" and packed is not None:
+        raise ArtefactError(
+            "packed: method obs changes 16-bit weights; drop it, or train with method distill",
+            fields=("packed",),
         )
     if method == "distill" and hessians is not None:
         raise ArtefactError(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.checkpoint.reader import Packed
 from quantkit.errors import ArtefactError
 from quantkit.eval.pages.course import CourseFacts, CoursePage
 from quantkit.models.source import Model
@@ -15,13 +16,14 @@ from quantkit.recovery.distill.training_progress import TrainingProgress
 from quantkit.recovery.distill.training_resume import refuse_unfinished
 from quantkit.recovery.obs_update import UpdatedTensors
 from quantkit.recovery.recovered_model import refuse_outputs, write_recovered
+from quantkit.recovery.trained_checkpoint import refuse_output, write_trained
 from quantkit.sparsity.maskfile import MaskSet
 from quantkit.sparsity.sparsegpt import Surgeon
 from quantkit.storage.files import write_or_keep
 from quantkit.storage.places import refuse_file
 from quantkit.workflow.arguments import PromptsLike, as_prompts
 from quantkit.workflow.recovery_result import Recovery
-from quantkit.workflow.recovery_settings import Training, as_packed, settings_of
+from quantkit.workflow.recovery_settings import Training, settings_of
 
 #: Seconds after which a training is saved again.
 _SAVED_EVERY = 600.0
@@ -34,6 +36,8 @@ class Job:
     model: Model
     recipe: Recipe
     masks: MaskSet | None
+    #: trained in place of a 16-bit pipeline; None: there is none
+    packed: Packed | None
     surgeon: Surgeon | None
     prompts: PromptsLike | None
     training: Training
@@ -73,17 +77,14 @@ class Job:
 
     def refuse(self) -> None:
         """Refuse outputs that cannot be, before anything long begins."""
-        refuse_outputs(self.model, self.output, self.where, force=self.force)
+        if self.packed is None:
+            refuse_outputs(self.model, self.output, self.where, force=self.force)
+        else:
+            refuse_output(self.packed, self.output, force=self.force)
 
     def write(self, method: str, recovered: distilling.Recovered) -> Recovery:
-        """Write the pipeline and its masks, and say how it went."""
-
-        def write(path: Path) -> None:
-            where = self.where
-            masks_at = where if where is None or path == self.output else path.with_name(where.name)
-            write_recovered(self.model, self.masks, recovered, path, masks_at, force=self.force)
-
-        write_or_keep(write, self.output)
+        """Write the pipeline and its masks, or the packed model, and say how it went."""
+        write_or_keep(lambda path: self._write(recovered, path), self.output)
         return Recovery(
             method,
             self.output,
@@ -96,6 +97,15 @@ class Job:
             recovered.written_look,
         )
 
+    def _write(self, recovered: distilling.Recovered, path: Path) -> None:
+        if self.packed is not None:
+            name = recovered.component.name
+            write_trained(self.packed, name, recovered.weights, path, force=self.force)
+            return
+        where = self.where
+        masks_at = where if where is None or path == self.output else path.with_name(where.name)
+        write_recovered(self.model, self.masks, recovered, path, masks_at, force=self.force)
+
 
 def _distill(job: Job) -> Recovery | None:
     job.refuse()
@@ -103,9 +113,8 @@ def _distill(job: Job) -> Recovery | None:
     refuse_file(job.page, force=job.force or job.training.resume)
     on_cpu = choose_device(job.device).type == "cpu"
     settings = settings_of(job.training, job.recipe.calibration, on_cpu=on_cpu)
-    quantize = job.recipe if as_packed(job.training, masked=job.masks is not None) else None
     task = distilling.RecoveryTask(
-        job.model, job.masks, quantize, as_prompts(job.prompts), job.device
+        job.model, job.masks, job.packed, as_prompts(job.prompts), job.device
     )
     page = CoursePage(job.page, CourseFacts(job.output.name, job.commands))
     tell = _points_to(job.tell)

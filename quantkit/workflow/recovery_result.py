@@ -11,11 +11,11 @@ from quantkit.workflow.sparsify import Sparsified
 
 @dataclass(frozen=True)
 class Recovery:
-    """A recovered pipeline that was written, and how it went."""
+    """A recovered or packed pipeline that was written, and how it went."""
 
     method: str
     output: Path
-    #: its masks; None: nothing is masked
+    #: its masks; None: nothing is masked, or it is packed
     masks: Path | None
     #: parameters that were rewritten
     tensors: int
@@ -93,12 +93,12 @@ class RecoveryPlan:
     """The plan of a recovery."""
 
     masked: int
-    quantized: int
+    packed: int
 
     def __repr__(self) -> str:
         """Return it in a line."""
-        return f"{self.masked} layers masked, {self.quantized} quantized"
+        return f"{self.masked} layers masked, {self.packed} packed"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        return {"written": None, "masked": self.masked, "quantized": self.quantized}
+        return {"written": None, "masked": self.masked, "packed": self.packed}

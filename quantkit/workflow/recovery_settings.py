@@ -11,8 +11,6 @@ from quantkit.recovery.distill.settings import DistillSettings
 class Training:
     """Duration, learning rate and batches of a recovery; None: the method's default."""
 
-    #: train as packed with the recipe, or in 16 bit; None: as packed where nothing is masked
-    quantize: bool | None = None
     #: minutes to train, trajectories included; None: 2, or no limit where steps are set
     minutes: float | None = None
     #: training steps
@@ -62,11 +60,6 @@ def refuse_foreign(method: str, training: Training) -> None:
             f"{name}: method {method} does not use it; drop it",
             fields=(name,),
         )
-
-
-def as_packed(training: Training, *, masked: bool) -> bool:
-    """Tell whether layers compute as packed while they are trained."""
-    return not masked if training.quantize is None else training.quantize
 
 
 def settings_of(training: Training, run: CalibrationRecipe, *, on_cpu: bool) -> DistillSettings:

@@ -13,8 +13,8 @@ from tests.project.test_docs import parse
 LINES = [
     ("calibrate model m -r int8 -o {}", ".out.part-1-of-1", "--resume"),
     ("run int8 m -o {}", "out/run.json", "--resume"),
-    ("recover m -r int4 --quantize -o {}", "out.recovery.safetensors", "--resume"),
-    ("recover m -r int4 --quantize -o {}", "out.recovery.html", "--force"),
+    ("recover m --masks k -o {}", "out.recovery.safetensors", "--resume"),
+    ("recover m --masks k -o {}", "out.recovery.html", "--force"),
     ("eval report m packed --watch -o {}", "out/report.html", "--force"),
     ("-v pack m --set 'calibration.steps=8' -o {}", "out.other", ""),
     ("run int8 m --resume -o {}", "out/run.json", ""),

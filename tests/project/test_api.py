@@ -86,7 +86,7 @@ def workflow_functions():
 INNER = {
     "as_model", "as_recipe", "as_calibration", "as_hessians", "as_masks", "as_path", "as_prompts",
     "opened", "name_of", "surgeon_of", "with_prompts", "recipe_with", "masks_to_json",
-    "as_packed", "refuse_foreign", "settings_of", "require_packed", "refuse_unknown", "moments_of",
+    "refuse_foreign", "settings_of", "require_packed", "refuse_unknown", "moments_of",
     "baseline_of", "limits_of",
     "files_of", "usual_threads", "refuse_search", "build", "adapt", "search_ssim",
     "predicted_errors", "is_packed", "packed_source", "dense_source", "planned_source",
@@ -186,7 +186,10 @@ def test_the_command_line_says_which_options_an_error_means():
         == " (--calibration, --all)"
     )
     assert options_of(RecipeError("x", fields=("weight.format",))) == " (--set weight.format=...)"
-    assert options_of(QuantkitError("x", fields=("quantize",))) == " (--quantize/--no-quantize)"
+    assert (
+        options_of(QuantkitError("x", fields=("noise_floor",)))
+        == " (--noise-floor/--no-noise-floor)"
+    )
     assert options_of(QuantkitError("x", fields=("nothing",))) == ""
     assert options_of(OutputError("x")) == ""
 

@@ -16,11 +16,13 @@ import torch
 from click.testing import CliRunner
 from skimage.metrics import structural_similarity
 
+import quantkit
+from quantkit.checkpoint.reader import open_packed
 from quantkit.cli.recover_command import recover as recover_command
 from quantkit.cli.sparsify_command import sparsify as sparsify_command
-from quantkit.errors import ArtefactError, OutputError, RecipeError
+from quantkit.errors import ArtefactError, InputError, OutputError, RecipeError
 from quantkit.models.source import open_model
-from quantkit.numerics.packed_2to4 import to_rows
+from quantkit.packing.pack_model import pack
 from quantkit.pipelines.running import choose_device, load_pipeline
 from quantkit.progress import silent
 from quantkit.recipe.load import load_recipe
@@ -46,7 +48,7 @@ from quantkit.recovery.distill.training_progress import (
 from quantkit.recovery.distill.training_resume import refuse_others, refuse_unfinished
 from quantkit.recovery.distill.trajectories import Teacher, TrajectoryStore
 from quantkit.recovery.distill.validation import compare_latents, compare_pictures, hold_out
-from quantkit.recovery.fake_quant import install, plan_quants
+from quantkit.recovery.packed_training import install
 from quantkit.sparsity.maskfile import save_masks
 from quantkit.workflow.recovery_result import Recovery
 
@@ -75,34 +77,48 @@ def _points_are_many(monkeypatch):
     monkeypatch.setattr(student_training, "READ_EVERY", 2)
 
 
-def run(model, masks, settings, *, quantize=None, save=None, watch=ignore, show=ignore):
-    task = RecoveryTask(model, masks, quantize, PROMPTS, "cpu")
+@pytest.fixture(scope="module")
+def packed(pipeline_dir, tmp_path_factory):
+    """The tiny pipeline in FP8."""
+    path = tmp_path_factory.mktemp("packed") / "fp8"
+    pack(open_model(str(pipeline_dir)), FP8, path, calibration=None, masks=None, threads=1,
+         force=False, progress=silent)  # fmt: skip
+    return open_packed(path)
+
+
+def run(model, masks, settings, *, packed=None, save=None, watch=ignore, show=ignore):
+    task = RecoveryTask(model, masks, packed, PROMPTS, "cpu")
     return recover(task, settings, progress=silent, save=save, watch=watch, show=show)
 
 
-def test_loss_of_dense_fp8_is_what_packing_costs(model):
+def test_loss_of_dense_fp8_is_what_packing_costs(model, packed):
     few = replace(SHORT, steps=1, rate=1e-30, trajectories=2)
-    found = run(model, None, few, quantize=FP8).points[0].loss
+    found = run(model, None, few, packed=packed).points[0].loss
     pipe = load_pipeline(model, choose_device("cpu"))
     bank = TrajectoryStore(Teacher(pipe, pipe.unet, PROMPTS, few).sample(2), 1)
     rows, answers = bank.draw(few.batch, torch.Generator().manual_seed(few.seed * 1_000_003))
-    install(pipe.unet, plan_quants(model.components[0], FP8, ()))
+    install(pipe.unet, packed.components[0])
     with torch.no_grad():
-        packed = pipe.unet(**bank.template.arguments(rows))[0]
-    wanted = float((packed - answers).square().mean())
+        answer = pipe.unet(**bank.template.arguments(rows))[0]
+    wanted = float((answer - answers).square().mean())
     assert wanted > 1e-4
     # FP8 makes much of small differences: sums in another order move single inputs to other codes,
     # and this is one batch. With torch 2.15 on an EPYC the two are 15 % apart.
     assert found == pytest.approx(wanted, rel=0.3)
 
 
-def test_masked_and_packed_is_what_is_trained(model, masks):
-    result = run(model, masks, replace(SHORT, steps=20, batch=4, average=0.8), quantize=FP8)
-    assert result.points[-1].loss < 0.8 * result.points[0].loss
-    for name, mask in masks.of(model.components[0]).items():
-        weight = result.weights[f"{name}.weight"]
-        kept = mask.dense(len(weight), weight[0].numel())
-        assert not torch.any(to_rows(weight)[~kept])
+def test_codes_scales_and_biases_are_what_is_trained(model, packed):
+    gentle = replace(SHORT, steps=20, batch=4, average=0.8, rate=1e-4)
+    result = run(model, None, gentle, packed=packed)
+    assert result.points[-1].loss < 0.9 * result.points[0].loss
+    unet = packed.components[0]
+    moved = dict.fromkeys(("weight", "weight_scale", "bias"), 0)
+    for name, value in result.weights.items():
+        layer, _, part = name.rpartition(".")
+        if layer in unet.config.layers and part != "bias":
+            moved[part] += not torch.equal(value.reshape(-1), unet.read(name).reshape(-1))
+    assert moved["weight"] == moved["weight_scale"] == len(unet.config.layers)
+    assert result.weights.keys() <= unet.tensors.keys()
 
 
 @pytest.mark.parametrize("killed", [2, 8], ids=["young", "after the bank turned over"])
@@ -162,22 +178,22 @@ def test_time_goes_on_where_it_was(model, masks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    "case",
     [
         ({"settings": replace(SHORT, rate=2e-3)}, "rate was 0.001 and is 0.002"),
-        ({"masks": None, "quantize": FP8}, "masks was checksum"),
-        ({"quantize": FP8}, "quantize was checksum"),
+        ({"masks": None, "packed": True}, "masks was checksum"),
     ],
-    ids=["settings", "masks", "quantize"],
+    ids=["settings", "packed"],
 )
-def test_other_training_is_not_resumed(model, masks, tmp_path, changes, text):
+def test_other_training_is_not_resumed(model, masks, packed, tmp_path, case):
+    changes, text = case
     save = SaveSettings(tmp_path / "training.safetensors", every=1e-9)
     few = replace(SHORT, steps=1, trajectories=2)
     run(model, masks, replace(few, rate=1e-3), save=save)
-    given = {"settings": few, "masks": masks, "quantize": None} | changes
+    given = {"settings": few, "masks": masks, "packed": False} | changes
     given["settings"] = replace(given["settings"], steps=1, trajectories=2)
     with pytest.raises(ArtefactError, match=text):
-        run(model, given["masks"], given["settings"], quantize=given["quantize"],
+        run(model, given["masks"], given["settings"], packed=packed if given["packed"] else None,
             save=replace(save, resume=True))  # fmt: skip
 
 
@@ -218,18 +234,18 @@ def test_pictures_are_looked_at_and_change_nothing(model, masks):
     assert plain.aside == 0
 
 
-def test_perfect_student_looks_perfect(model):
+def test_perfect_student_looks_perfect(model, packed):
     # Rates that move nothing, and no masks: what is packed is what the look must show.
     still = replace(SHORT, steps=1, rate=1e-30, watch_every=1, watched=2, trajectories=2)
-    look = run(model, None, still, quantize=FP8).points[0].look
+    look = run(model, None, still, packed=packed).points[0].look
     assert 0.5 < look.value < 0.99999
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2]), (5, [0, 2]), (None, [])])
-def test_scores_are_of_the_first_and_of_the_written_weights(model, every, steps):
+def test_scores_are_of_the_first_and_of_the_written_weights(model, packed, every, steps):
     short = replace(SHORT, steps=2, watch_every=every, watched=1)
     seen: list[Look] = []
-    result = run(model, None, short, quantize=FP8, show=seen.append)
+    result = run(model, None, short, packed=packed, show=seen.append)
     assert [look.step for look in seen] == steps
     if not steps:
         assert result.first_look is result.written_look is None
@@ -348,19 +364,20 @@ sys.path[:0] = {paths}
 from tests.recovery.test_recovering import *
 torch.set_num_threads(1)
 model = open_model({model!r})
-result = run(model, None, replace(SHORT, steps=3, watch_every=2, watched=1), quantize=FP8)
+few = replace(SHORT, steps=3, watch_every=2, watched=1)
+result = run(model, None, few, packed=open_packed(Path({packed!r})))
 digest = hashlib.sha256()
 for name in sorted(result.weights):
-    digest.update(result.weights[name].numpy().tobytes())
+    digest.update(result.weights[name].flatten().view(torch.uint8).numpy().tobytes())
 print(result.writes, result.trajectories, digest.hexdigest(), result.points[-1].loss)
 """
 
 
 @pytest.fixture(scope="module")
-def two_ranks(pipeline_dir):
+def two_ranks(pipeline_dir, packed):
     """What each of two processes over gloo says of its training."""
     root = Path(__file__).parents[2]
-    code = RANK.format(paths=[str(root)], model=str(pipeline_dir))
+    code = RANK.format(paths=[str(root)], model=str(pipeline_dir), packed=str(packed.path))
     about = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
              "MASTER_PORT": str(20000 + os.getpid() % 20000)}  # fmt: skip
     running = [
@@ -376,13 +393,13 @@ def two_ranks(pipeline_dir):
 
 
 @pytest.mark.slow
-def test_two_processes_end_with_the_same_weights(two_ranks, model):
+def test_two_processes_end_with_the_same_weights(two_ranks, model, packed):
     (writes, made, digest, loss), other = two_ranks
     assert (writes, other[0]) == ("True", "False")
     assert other[1:] == [made, digest, loss]
     # Two trajectories fill a bank, and both processes have one of their own.
     assert made == "4"
-    alone = run(model, None, replace(SHORT, steps=3), quantize=FP8)
+    alone = run(model, None, replace(SHORT, steps=3), packed=packed)
     assert float(loss) != alone.points[-1].loss
 
 
@@ -424,9 +441,8 @@ FEW = ("--steps", 2, "--batch", 2, "--set", "calibration.steps=2", "--device", "
        "--json")  # fmt: skip
 
 
-@pytest.mark.slow
-def test_command_trains_dense_fp8(pipeline_dir, tmp_path):
-    result = command(pipeline_dir, "-o", tmp_path / "out", *FEW)
+def test_command_trains_a_packed_model(pipeline_dir, packed, tmp_path):
+    result = command(pipeline_dir, "--packed", packed.path, "-o", tmp_path / "out", *FEW)
     report = json.loads(result.stdout)
     # Two steps may do harm: then it says so.
     assert (result.exit_code, report["change"] == "worse") in {(0, False), (1, True)}
@@ -441,7 +457,7 @@ def test_command_trains_dense_fp8(pipeline_dir, tmp_path):
     assert set(re.findall('data-side="(step [^"]*)"', page)) == {"step 0", "step 2"}
     first, last = (f"{report['looks'][i]['value']:.4f}" for i in (0, -1))
     assert f"SSIM {first} -&gt; {last}, {report['change']}, from step 0 to 2." in page
-    load_pipeline(open_model(str(tmp_path / "out")), choose_device("cpu"))
+    assert not quantkit.verify(tmp_path / "out").breaches
 
 
 def test_command_trains_with_masks_and_resumes(pipeline_dir, tmp_path, monkeypatch):
@@ -465,23 +481,52 @@ def test_command_trains_with_masks_and_resumes(pipeline_dir, tmp_path, monkeypat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["masks", "out", *beside]
 
 
-def test_dry_run_says_what_would_be_trained(pipeline_dir, tmp_path):
-    result = command(pipeline_dir, "-o", tmp_path / "out", "-n", "--json")
-    assert json.loads(result.stdout) == {"written": None, "masked": 0, "quantized": 71}
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_to_train_is_refused(pipeline_dir, tmp_path):
-    result = command(pipeline_dir, "-o", tmp_path / "out", "--no-quantize", *FEW)
-    assert isinstance(result.exception, ArtefactError)
-
-
-@pytest.mark.parametrize(("flags", "quantized"), [((), 0), (("--quantize",), 71)])
-def test_masks_alone_are_trained_in_sixteen_bit(pipeline_dir, masks, tmp_path, flags, quantized):
+def test_dry_run_says_what_would_be_trained(pipeline_dir, packed, masks, tmp_path):
     save_masks(masks, tmp_path / "masks", force=False)
-    given = ("-o", tmp_path / "out", "--masks", tmp_path / "masks", "-n", "--json", *flags)
-    found = json.loads(command(pipeline_dir, *given).stdout)
-    assert found == {"written": None, "masked": 71, "quantized": quantized}
+    given = {"--packed": packed.path, "--masks": tmp_path / "masks"}
+    found = [
+        json.loads(command(pipeline_dir, "-o", tmp_path / "out", *item, "-n", "--json").stdout)
+        for item in given.items()
+    ]
+    layers = len(packed.components[0].config.layers)
+    assert found[0] == {"written": None, "masked": 0, "packed": layers}
+    assert found[1] == {"written": None, "masked": 71, "packed": 0}
+    assert [p.name for p in tmp_path.iterdir()] == ["masks"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ((), "masks: no layer is masked, and nothing is packed"),
+        (("--packed", "PACKED", "--masks", "MASKS"), "masks: given with a packed model"),
+        (("--packed", "MODEL"), "nothing in it is packed"),
+        (("--packed", "OTHER"), "packs transformer (SD3Transformer2DModel), expected unet"),
+    ],
+    ids=["nothing", "both", "16 bit", "another model"],
+)
+def test_what_cannot_be_trained_is_refused(folders, tmp_path, case):
+    options, text = case
+    given = [folders.get(word, word) for word in options]
+    result = command(folders["MODEL"], "-o", tmp_path / "out", *given, *FEW)
+    assert isinstance(result.exception, InputError), result.output
+    assert text in str(result.exception)
+
+
+@pytest.fixture(scope="module")
+def folders(pipeline_dir, transformer_pipeline_dir, packed, masks, tmp_path_factory):
+    """What may be given for masks and for a packed model."""
+    root = tmp_path_factory.mktemp("folders")
+    save_masks(masks, root / "masks", force=False)
+    pack(open_model(str(transformer_pipeline_dir)), FP8, root / "other", calibration=None,
+         masks=None, threads=1, force=False, progress=silent)  # fmt: skip
+    return {"PACKED": packed.path, "MASKS": root / "masks", "MODEL": pipeline_dir,
+            "OTHER": root / "other"}  # fmt: skip
+
+
+def test_packed_models_have_no_method_that_does_not_train(pipeline_dir, packed, tmp_path):
+    with pytest.raises(ArtefactError, match="packed: method obs"):
+        quantkit.recover(pipeline_dir, packed=packed.path, method="obs", hessians=tmp_path,
+                         output=tmp_path / "out")  # fmt: skip
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=["words", "json"])

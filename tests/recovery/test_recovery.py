@@ -59,8 +59,8 @@ SHORT = DistillSettings(
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-def run(model, masks, settings, prompts=PROMPTS, quantize=None, **more):
-    task = RecoveryTask(model, masks, quantize, prompts, "cpu")
+def run(model, masks, settings, prompts=PROMPTS, **more):
+    task = RecoveryTask(model, masks, None, prompts, "cpu")
     return recover(task, settings, progress=silent, **more)
 
 

@@ -79,7 +79,7 @@ def test_sensitivity_and_recovery_give_pictures_too(model, recipe, tmp_path):
     assert any(layer.measured for layer in found.sensitivity.layers)
     masks = tmp_path / "m.safetensors"
     quantkit.sparsify(model, recipe="fp8-sparse", calibration=calibration, output=masks)
-    training = quantkit.Training(steps=1, batch=2, sampling_batch=2, trajectories=2, quantize=False)
+    training = quantkit.Training(steps=1, batch=2, sampling_batch=2, trajectories=2)
     recovered = quantkit.recover(
         model, output=tmp_path / "r", masks=masks, prompts=PROMPTS, training=training
     )

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.reader import Packed
 from quantkit.errors import ArtefactError, ModelError, PromptError, RecipeError
 from quantkit.models.component_layers import Layer, list_layers
 from quantkit.models.source import Component, Model
 from quantkit.numerics.packed_2to4 import from_rows
 from quantkit.pipelines.running import choose_device, load_pipeline, quiet_libraries
 from quantkit.progress import Progress
-from quantkit.recipe.schema import Recipe
 from quantkit.recovery.distill.distributed import Ranks, joined, own_device
 from quantkit.recovery.distill.optimizer import Offloaded, Resident, Stepper
 from quantkit.recovery.distill.settings import DistillSettings
@@ -29,8 +30,7 @@ from quantkit.recovery.distill.training_progress import (
 from quantkit.recovery.distill.training_resume import Checkpoint, identify
 from quantkit.recovery.distill.trajectories import Teacher
 from quantkit.recovery.distill.validation import Pictures, PictureWatcher, Viewer, hold_out
-from quantkit.recovery.fake_quant import install, plan_quants
-from quantkit.recovery.straight_through_estimator import LayerQuant
+from quantkit.recovery.packed_training import install, packed_tensors
 from quantkit.sparsity.maskfile import LayerMask, MaskSet
 from quantkit.storage.digest import sha256_of
 
@@ -43,8 +43,8 @@ class RecoveryTask:
     model: Model
     #: masks of the kept weights, chosen for this model; None: all are kept
     masks: MaskSet | None
-    #: the recipe that the result will be packed with, to train it as packed; None: in 16 bit
-    quantize: Recipe | None
+    #: the model as it is packed, whose denoiser is trained; None: the 16-bit one is
+    packed: Packed | None
     #: taken in turn, with a new seed each time. Any number; thousands are better
     prompts: Sequence[str]
     #: auto, cpu or cuda[:N]; bfloat16 autocast on a GPU, float32 on the CPU
@@ -67,7 +67,8 @@ class Recovered:
     """The trained weights of a model's denoiser."""
 
     component: Component
-    #: parameter name -> float32 on the CPU; exactly zero where a mask does not keep
+    #: parameter name -> float32 on the CPU, exactly zero where a mask does not keep; of a packed
+    #: denoiser the name of a tensor in its files -> its codes, or float32
     weights: Mapping[str, Tensor]
     #: the loss on the way
     points: tuple[TrainingProgress, ...]
@@ -126,8 +127,8 @@ def recover(
         save: None keeps nothing on disk.
 
     Raises:
-        ArtefactError: neither masks nor quantization, masks of another model, a saved training that
-            does not fit.
+        ArtefactError: neither masks nor a packed denoiser, or both, or of another model; a saved
+            training that does not fit.
         ModelError: no pipeline, or more than one denoiser.
         NonFiniteError: the loss became NaN or Inf.
         PromptError: no prompts.
@@ -137,12 +138,13 @@ def recover(
         raise PromptError("no prompts, expected at least one")
     component = only_denoiser(task.model)
     kept = [] if task.masks is None else masked_layers(component, task.masks)
-    quants = _quants(task, component, kept)
+    _refuse_nothing(task, kept)
+    packed = packed_denoiser(task.packed, component)
     target = own_device(choose_device(task.device))
     if settings.offload and target.type == "cpu":
         raise RecipeError("offload: needs a GPU, and this is the CPU; drop it", fields=("offload",))
     with joined(target) as ranks:
-        recruit = _CheckedTask(task, component, kept, quants, settings)
+        recruit = _CheckedTask(task, component, kept, packed, settings)
         return recruit.train(target, ranks, _Listeners(progress, watch, show), save)
 
 
@@ -162,7 +164,7 @@ class _CheckedTask:
     task: RecoveryTask
     component: Component
     kept: list[tuple[Layer, LayerMask]]
-    quants: dict[str, LayerQuant]
+    packed: PackedComponent | None
     settings: DistillSettings
 
     def train(
@@ -201,7 +203,7 @@ class _CheckedTask:
                 saver.save(trainer)
             written = trainer.written_look or gallery.look(watcher, best)
             progress("recovering", 100, 100)
-            weights = {name: value.cpu() for name, value in best.items()}
+            weights = self._written(student, best)
         return Recovered(
             self.component,
             weights,
@@ -216,12 +218,10 @@ class _CheckedTask:
     def _student(self, denoiser: Any, ranks: Ranks) -> tuple[nn.Module, Stepper]:
         """Return a copy that can be trained; dropout stays off, as where pictures are made."""
         offload = self.settings.offload
-        copied: Any = copy.deepcopy(denoiser)
-        student: Any = copied.to(torch.bfloat16 if offload else torch.float32)
+        student: Any = self._copy(denoiser, torch.bfloat16 if offload else torch.float32)
         student.requires_grad_(True).eval()
         if self.settings.checkpointing or offload:
             student.enable_gradient_checkpointing()
-        install(student, self.quants)
         _refuse_unknown(student, [layer.weight.name for layer, _ in self.kept], self.component)
         device = torch.device("cpu") if offload else next(student.parameters()).device
         dense = {
@@ -229,15 +229,35 @@ class _CheckedTask:
             for layer, mask in self.kept
         }
         if offload:
-            return student, Offloaded(student, denoiser, dense, self.settings, ranks)
+            source = self._copy(denoiser, torch.float32)
+            return student, Offloaded(student, source, dense, self.settings, ranks)
         return student, Resident(student, dense, self.settings, ranks)
+
+    def _copy(self, denoiser: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """Return a copy with the parameters that are trained; those of codes are float32."""
+        copied = copy.deepcopy(denoiser).to(dtype)
+        if self.packed is not None:
+            install(copied, self.packed)
+        return copied
+
+    def _written(self, student: nn.Module, best: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what is to be written of the best parameters, on the CPU."""
+        weights = {name: value.cpu() for name, value in best.items()}
+        if self.packed is None:
+            return weights
+        student.cpu()
+        for name, parameter in student.named_parameters():
+            parameter.data = weights[name]
+        return dict(packed_tensors(student))
 
     def _watcher(
         self, teacher: Teacher, prompts: Sequence[str], viewer: Viewer
     ) -> PictureWatcher | None:
         if self.settings.watch_every is None:
             return None
-        watcher = PictureWatcher(teacher, self.component.name, prompts, self.settings, self.quants)
+        dense: nn.Module = getattr(teacher.pipe, self.component.name)
+        probe = self._copy(dense, next(dense.parameters()).dtype)
+        watcher = PictureWatcher(teacher, self.component.name, prompts, self.settings, probe)
         watcher.viewer = viewer
         return watcher
 
@@ -246,7 +266,7 @@ class _CheckedTask:
         if save is None:
             return None
         task = self.task
-        identity = identify(self.component, task.masks, task.quantize, self.settings, task.prompts)
+        identity = identify(self.component, task.masks, self.packed, self.settings, task.prompts)
         checkpoint = Checkpoint(save.path, identity | {"world": ranks.world}, save.every)
         if save.resume:
             checkpoint.resume(trainer)
@@ -276,22 +296,42 @@ class _Gallery:
             return ScoredStep(self.trainer.step, watcher.look(weights))
 
 
-def _quants(
-    task: RecoveryTask, component: Component, kept: Sequence[tuple[Layer, LayerMask]]
-) -> dict[str, LayerQuant]:
-    """Return the layers that compute as packed.
+def _refuse_nothing(task: RecoveryTask, kept: Sequence[object]) -> None:
+    """Refuse a task without anything to recover from, or with too much.
 
     Raises:
-        ArtefactError: none, and no masks either.
+        ArtefactError: no masked layer and no packed model, or masks and a packed model.
     """
-    if task.quantize is None:
-        if not kept:
-            raise ArtefactError(
-                "masks: no layer is masked, and none is quantized, so there is nothing to "
-                "recover; give masks, or quantize"
-            )
-        return {}
-    return plan_quants(component, task.quantize, {layer.name for layer, _ in kept})
+    if task.packed is None and not kept:
+        raise ArtefactError(
+            "masks: no layer is masked, and nothing is packed, so there is nothing to recover; "
+            "give masks of 'quantkit sparsify', or packed, a directory of 'quantkit pack'",
+            fields=("masks", "packed"),
+        )
+    if task.packed is not None and task.masks is not None:
+        raise ArtefactError(
+            "masks: given with a packed model, whose zeros stay as they are; drop them",
+            fields=("masks",),
+        )
+
+
+def packed_denoiser(packed: Packed | None, component: Component) -> PackedComponent | None:
+    """Return the denoiser of a packed model; None where there is no packed model.
+
+    Raises:
+        ArtefactError: its denoiser is not packed, or another class than that of the model.
+    """
+    if packed is None:
+        return None
+    found = {c.name: c for c in packed.components}.get(component.name)
+    if found is None or found.class_name != component.class_name:
+        has = ", ".join(f"{c.name} ({c.class_name})" for c in packed.components)
+        raise ArtefactError(
+            f"{packed.path}: packs {has}, expected {component.name} ({component.class_name}); give "
+            "what was packed from this model",
+            fields=("packed",),
+        )
+    return found
 
 
 def only_denoiser(model: Model) -> Component:

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.component import PackedComponent
 from quantkit.errors import ArtefactError, OutputError
 from quantkit.models.source import Component
-from quantkit.recipe.schema import Recipe
 from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.student_training import Trainer
 from quantkit.recovery.distill.training_progress import Clock, ScoredStep, TrainingProgress
@@ -26,24 +26,25 @@ _KIND = "quantkit_recovery"
 def identify(
     component: Component,
     masks: MaskSet | None,
-    quantize: Recipe | None,
+    packed: PackedComponent | None,
     settings: DistillSettings,
     prompts: Sequence[str],
 ) -> dict[str, Any]:
     """Return the identity that a resumed training must share with the saved one.
 
     Returns:
-        JSON values; a checksum each of the model, the masks and the prompts, and all settings.
+        JSON values; a checksum each of the model, the masks, the packed model and the prompts, and
+        all settings.
     """
     chosen = {} if masks is None else masks.of(component)
     bits = {
         name: hashlib.sha256(m.bits.numpy().tobytes()).hexdigest() for name, m in chosen.items()
     }
-    recipe = None if quantize is None else quantize.model_dump(mode="json")
+    codes = [] if packed is None else [metadata.tensors for metadata in packed.metadata]
     return {
         "model": _digest([_file_digest(path) for path in component.shards]),
         "masks": _digest(bits),
-        "quantize": _digest(recipe),
+        "packed": _digest(codes),
         "prompts": _digest(list(prompts)),
         **asdict(settings),
     }

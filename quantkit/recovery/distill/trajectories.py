@@ -1,7 +1,7 @@
 """A bounded store of the teacher's trajectories, and the teacher that fills it."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -86,16 +86,17 @@ class Teacher:
             self.pipe.to("cpu")
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def awake(self, *, replays: bool = True) -> Iterator[None]:
         """Hold an offloaded pipeline on its device during the body; blocks may nest.
 
-        On a GPU steps are replayed meanwhile.
+        Args:
+            replays: on a GPU steps are recorded and replayed meanwhile.
         """
         if self._settings.offload and not self._woken:
             self.pipe.to(self._device)
         self._woken += 1
         try:
-            with replayed(self.pipe):
+            with replayed(self.pipe) if replays else nullcontext():
                 yield
         finally:
             self._woken -= 1

@@ -3,7 +3,6 @@
 The prompts are the same for both, and so is the noise, of seeds that no training takes.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 from quantkit.recovery.distill.settings import DistillSettings
 from quantkit.recovery.distill.training_progress import ValidationScore
 from quantkit.recovery.distill.trajectories import Teacher
-from quantkit.recovery.fake_quant import install
-from quantkit.recovery.straight_through_estimator import LayerQuant
 
 #: Added to the training's seed; no run makes as many trajectories.
 SEED_OFFSET = 1 << 30
@@ -48,7 +45,7 @@ def hold_out(prompts: Sequence[str], count: int) -> tuple[Sequence[str], Sequenc
 
 
 class PictureWatcher:
-    """Denoises prompts with a copy of the denoiser that takes the student's weights."""
+    """Denoises prompts with a copy of the denoiser that takes the student's parameters."""
 
     def __init__(
         self,
@@ -56,16 +53,16 @@ class PictureWatcher:
         name: str,
         prompts: Sequence[str],
         settings: DistillSettings,
-        quants: Mapping[str, LayerQuant],
+        probe: nn.Module,
     ) -> None:
-        """Copy the teacher's denoiser and make its pictures.
+        """Make the teacher's pictures.
 
         Args:
             teacher: the pipeline.
             name: what the pipeline calls its denoiser.
             prompts: one picture each.
             settings: how pictures are sampled.
-            quants: the layers that compute as packed.
+            probe: a copy of the denoiser, with the student's parameters, in the pipeline's dtype.
         """
         #: told the pictures of every look; never, without a VAE
         self.viewer: Viewer = unseen
@@ -74,8 +71,7 @@ class PictureWatcher:
         self._prompts = prompts
         self._settings = settings
         self._dense: nn.Module = getattr(teacher.pipe, name)
-        self._probe: nn.Module = copy.deepcopy(self._dense)
-        install(self._probe, quants)
+        self._probe = probe
         self._has_vae = getattr(teacher.pipe, "vae", None) is not None
         self._expected = self._make()
 
@@ -97,7 +93,8 @@ class PictureWatcher:
 
     def _make(self) -> Pictures:
         size = self._settings.sampling_batch
-        with self._teacher.awake(), torch.no_grad():
+        # To record a student's steps takes longer than to take them.
+        with self._teacher.awake(replays=False), torch.no_grad():
             parts = [self._denoise(start) for start in range(0, len(self._prompts), size)]
         return np.concatenate(parts)
 

@@ -1,0 +1,290 @@
+"""Packed layers that can be trained: their codes, scales and biases are parameters.
+
+The forward pass multiplies the codes that would be written now, by inputs quantized as the packed
+layer does it. The backward pass lets gradients through every rounding as if it were none (a
+straight-through estimator, Bengio et al. 2013, arXiv:1308.3432), and gives those of scales as LSQ
+does (Esser et al. 2020, arXiv:1902.08153). Positions of 2:4, factors of int4, smoothing and scales
+of inputs stay. Nothing waits for the device, so CUDA graphs can hold it.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.torch_dtypes import FLOAT_DTYPES
+from quantkit.errors import ModelError
+from quantkit.models.skeleton import why_not_packed
+from quantkit.numerics.nibbles import GROUP, pack_nibbles, unpack_nibbles
+from quantkit.numerics.packed_2to4 import from_rows, unpack_two_of_four
+from quantkit.numerics.scales import cast, expand_scale
+from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.recovery.straight_through_estimator import (
+    InputQuant,
+    QuantizedConv2d,
+    QuantizedLinear,
+    output_dtype,
+)
+
+#: A code's parameter is the code over this many of its largest: of the size that weights of
+#: networks have, so that one learning rate serves them, biases and norms.
+_REACH = 4.0
+
+#: The child of a model that knows the timesteps of a call.
+_TIMESTEPS = "quantkit_timesteps"
+
+
+class Timesteps(nn.Module):
+    """The timesteps of the present call of a model, one per row of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: Tensor | None = None
+
+    def buckets(self, edges: Tensor, rows: int) -> Tensor:
+        """Return the bucket of every row of a layer's input: int64, (rows,).
+
+        Args:
+            edges: ascending, float64.
+            rows: a multiple of the batch, which comes first where a model joins other axes to it.
+        """
+        assert self.values is not None, "the model itself is called"
+        found = torch.bucketize(self.values.to(edges), edges, right=True)
+        return found.repeat_interleave(rows // len(found))
+
+
+class TrainedLayer(nn.Module):
+    """The base of TrainedLinear and TrainedConv2d: codes, scales, and the weight they make."""
+
+    meta: Tensor | None
+    factors: Tensor | None
+    smooth: Tensor | None
+    input_scale: Tensor | None
+    start: Tensor
+    edges: Tensor
+
+    def __init__(
+        self,
+        dense: nn.Linear | nn.Conv2d,
+        scheme: Scheme,
+        parts: Mapping[str, Tensor],
+        timesteps: Timesteps,
+    ) -> None:
+        """Take over the tensors of a packed layer.
+
+        Args:
+            dense: the layer of the same shape, whose bias is trained.
+            scheme: of the packed layer.
+            parts: by the last part of their names in FORMAT.md.
+            timesteps: of the model that the layer belongs to.
+        """
+        super().__init__()
+        device = dense.weight.device
+        self.scheme = scheme
+        self.shape = tuple(dense.weight.shape)
+        self.timesteps = (timesteps,)  # a tuple hides it from the module tree
+        given = {name: value.to(device) for name, value in parts.items()}
+        codes, scale = _codes_of(given, scheme), given["weight_scale"].float()
+        # A scale of zeros is 1, far from what its weights would need.
+        scale = scale * _has_codes(codes, scale)
+        self.codes = nn.Parameter(codes / self._unit)
+        #: logarithm of what the scale is multiplied by
+        self.growth = nn.Parameter(torch.zeros_like(scale))
+        self.bias = dense.bias
+        for name, value in (
+            ("meta", given.get("weight_meta")),
+            ("factors", given.get("weight_group")),
+            ("smooth", given.get("input_smooth")),
+            ("input_scale", given.get("input_scale")),
+            ("start", scale),
+            ("edges", torch.tensor(scheme.buckets, dtype=torch.float64, device=device)),
+        ):
+            self.register_buffer(name, value, persistent=False)
+
+    @property
+    def _unit(self) -> float:
+        return _REACH * self.scheme.weight.max
+
+    def rounded_codes(self) -> Tensor:
+        """Return the nearest codes, float32; their gradient is that of numbers in their range."""
+        fmt = self.scheme.weight
+        latent = (self.codes.float() * self._unit).clamp(fmt.min, fmt.max)
+        return latent + (cast(latent, fmt).float() - latent).detach()
+
+    def scale(self) -> Tensor:
+        """Return the scales of the weight, float32."""
+        return self.start * self.growth.float().exp()
+
+    def quantized_weight(self) -> Tensor:
+        """Return the dequantized weight, float32, in the dense layer's shape."""
+        rows = self.rounded_codes()
+        if self.factors is not None:
+            rows = rows * self.factors.repeat_interleave(rows.shape[1] // self.factors.shape[1], 1)
+        if self.meta is not None:
+            rows = unpack_two_of_four(rows, self.meta)
+        wide = expand_scale(self.scale(), self.scheme.granularity, rows.shape[1])
+        return from_rows(rows * wide, self.shape)
+
+    @torch.no_grad()
+    def packed(self) -> dict[str, Tensor]:
+        """Return the trained tensors of FORMAT.md, by the last part of their names."""
+        fmt = self.scheme.weight
+        codes = cast(self.codes.float() * self._unit, fmt)
+        scale = torch.where(_has_codes(codes.float(), self.start), self.scale(), 1.0)
+        stored = codes if fmt.codes_per_byte == 1 else pack_nibbles(codes, self._nibbles)
+        return {"weight": stored, "weight_scale": scale}
+
+    @property
+    def _nibbles(self) -> int:
+        """The number of codes along a row that are packed together."""
+        return GROUP // 2 if self.meta is not None else GROUP
+
+    def _smoothed(self, x: Tensor) -> Tensor:
+        if self.smooth is None:
+            return x
+        return x * (self.smooth.reshape(-1, 1, 1) if len(self.shape) == 4 else self.smooth)
+
+    def _input_scale(self, x: Tensor) -> Tensor | None:
+        """Return the scale of every row of an input (B, ...), or None: each token has its own."""
+        if self.input_scale is None or not self.scheme.buckets:
+            return self.input_scale
+        chosen = self.input_scale[self.timesteps[0].buckets(self.edges, len(x))]
+        return chosen.reshape(-1, *[1] * (x.ndim - 1))
+
+
+class TrainedLinear(TrainedLayer):
+    """A Linear over (..., K) that computes as PackedLinear does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., N)."""
+        weight, smoothed = self.quantized_weight(), self._smoothed(x)
+        if self.scheme.activation is Activation.NONE:
+            return functional.linear(smoothed.to(x.dtype), weight.to(x.dtype), self.bias)
+        scale = self._input_scale(smoothed)
+        if scale is not None and scale.numel() > 1:
+            scale = scale.expand(*x.shape[:-1], 1).reshape(-1, 1)
+        how = InputQuant(self.scheme.input, scale, output_dtype(x))
+        y: Tensor = QuantizedLinear.apply(smoothed.reshape(-1, x.shape[-1]), weight, self.bias, how)
+        return y.reshape(*x.shape[:-1], -1)
+
+
+class TrainedConv2d(TrainedLayer):
+    """A Conv2d over (B, C, H, W) that computes as PackedConv2d does."""
+
+    def __init__(self, dense: nn.Conv2d, *given: Any) -> None:
+        super().__init__(dense, *given)
+        self.stride = dense.stride
+        self.dilation = dense.dilation
+        #: left, right, top, bottom, as ``functional.pad`` takes them; covers padding="same"
+        self.padding = tuple(dense._reversed_padding_repeated_twice)  # noqa: SLF001  the only place that resolves "same"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, N, OH, OW)."""
+        weight = self.quantized_weight()
+        padded = functional.pad(self._smoothed(x), self.padding)
+        if self.scheme.activation is Activation.NONE:
+            wide, narrow = padded.to(x.dtype), weight.to(x.dtype)
+            return functional.conv2d(wide, narrow, self.bias, self.stride, 0, self.dilation)
+        scale = self._input_scale(padded)
+        kept = (output_dtype(x), self.stride, self.dilation)
+        how = InputQuant(self.scheme.input, scale, *kept)
+        y: Tensor = QuantizedConv2d.apply(padded, weight, self.bias, how)
+        return y
+
+
+def install(model: nn.Module, component: PackedComponent) -> None:
+    """Give a dense model the values of a packed one, and trained layers in place of packed ones.
+
+    Args:
+        model: of the same class, in float32; changed in place.
+        component: the packed model.
+
+    Raises:
+        ModelError: a layer or a parameter that the model does not have in this shape.
+    """
+    timesteps = Timesteps()
+    for name, scheme in component.config.layers.items():
+        parent, _, child = name.rpartition(".")
+        try:
+            dense = model.get_submodule(name)
+        except AttributeError as error:
+            raise ModelError(
+                f"{name}: the model that diffusers builds has no such module"
+            ) from error
+        layer = trained_layer(name, dense, scheme, component.parts(name), timesteps)
+        setattr(model.get_submodule(parent), child, layer)
+    _copy_others(model, component)
+    model.add_module(_TIMESTEPS, timesteps)
+    model.register_forward_pre_hook(_note_timesteps, with_kwargs=True)
+
+
+def trained_layer(
+    name: str,
+    dense: nn.Module,
+    scheme: Scheme,
+    parts: Mapping[str, Tensor],
+    timesteps: Timesteps,
+) -> TrainedLayer:
+    """Return the layer that computes as the packed one does, over parameters.
+
+    Raises:
+        ModelError: neither Linear nor Conv2d, or a Conv2d that cannot be packed.
+    """
+    if reason := why_not_packed(dense):
+        raise ModelError(f"{name}: {reason}; pack the model again")
+    if isinstance(dense, nn.Linear):
+        return TrainedLinear(dense, scheme, parts, timesteps)
+    assert isinstance(dense, nn.Conv2d)
+    return TrainedConv2d(dense, scheme, parts, timesteps)
+
+
+def packed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and values of what a trained model's checkpoint holds, but what stays the same.
+
+    Biases, norms and other parameters are float32; the checkpoint's own dtype decides.
+    """
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, TrainedLayer)}
+    for name, layer in layers.items():
+        for part, value in layer.packed().items():
+            yield f"{name}.{part}", value
+    inner = {f"{name}.{part}" for name in layers for part in ("codes", "growth")}
+    for name, parameter in model.named_parameters():
+        if name not in inner:
+            yield name, parameter.detach()
+
+
+@torch.no_grad()
+def _copy_others(model: nn.Module, component: PackedComponent) -> None:
+    """Copy what is not packed: biases, which packing corrects, and norms."""
+    for name, parameter in model.named_parameters():
+        if name not in component.tensors:
+            continue
+        info = component.tensors[name][1]
+        stored = torch.frombuffer(component.read_bytes(name), dtype=FLOAT_DTYPES[info.dtype])
+        parameter.copy_(stored.reshape(info.shape))
+
+
+def _codes_of(parts: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
+    """Return the codes of a packed weight, float32 (N, K), or of 2:4 those kept (N, K / 2)."""
+    stored, fmt = parts["weight"], scheme.weight
+    if fmt.codes_per_byte == 1:
+        return stored.view(fmt.torch_dtype).flatten(1).float()
+    return unpack_nibbles(stored, GROUP // 2 if scheme.sparsity else GROUP).float()
+
+
+def _has_codes(codes: Tensor, scale: Tensor) -> Tensor:
+    """Tell of every scale whether any of its codes is not zero."""
+    return (codes.reshape(*scale.shape, -1) != 0).any(dim=-1)
+
+
+def _note_timesteps(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keep the timesteps of a call for the layers whose scales depend on them."""
+    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    timestep, sample = given.get("timestep"), next(iter(given.values()))
+    if timestep is not None:
+        timesteps: Any = model.get_submodule(_TIMESTEPS)
+        timesteps.values = torch.as_tensor(timestep, device=sample.device).reshape(-1)
