@@ -30,7 +30,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PROMISES = [
     (
         "guides/calibrate.md",
-        r"tries none, (.*),\n(.*), (.*), (.*) and (.*) in each layer",
+        r"tries none,\s(.*),\s(.*),\s(.*),\s(.*)\sand\s(.*) in each layer",
         ALPHAS[1:],
     ),
     (
@@ -42,7 +42,7 @@ PROMISES = [
     ("guides/calibrate.md", r"\[buckets, (\d+)\] \| how many", (BINS,)),
     (
         "guides/evaluate.md",
-        r"the (\d+) % bootstrap interval of\n.*BCa, (\d+) resamples",
+        r"the (\d+) % bootstrap interval of[^.]*BCa,\s(\d+) resamples",
         (100 * sample_statistics.CONFIDENCE, sample_statistics.RESAMPLES),
     ),
     (
@@ -62,10 +62,10 @@ PROMISES = [
     ),
     (
         "guides/evaluate.md",
-        r"SSIM is at most (.*), and its .* at most (\d.\d+)\.",
+        r"SSIM is at most (\S*), and its .* at most (\d.\d+)\.",
         (composition.DISSIMILARITY, composition.DISTANCE),
     ),
-    ("guides/evaluate.md", r"match with the prompt is below (.*)\.\n", (composition.MATCH,)),
+    ("guides/evaluate.md", r"match with the prompt is below (\S*)\.\s", (composition.MATCH,)),
     ("guides/recipes.md", r"A file has at most (\d) MiB", (yamlfile.MAX_BYTES / 2**20,)),
 ]
 
