@@ -194,14 +194,16 @@ def _section(run: Run, found: dict[str, Any], tables: Any) -> str:
     )  # fmt: skip
 
 
-def _kernel_tables(found: dict[str, Any]) -> Iterator[str]:
-    for op in dict.fromkeys(row["op"] for row in found["rows"]):
-        every = [row for row in found["rows"] if row["op"] == op]
+def _kernel_tables(run: dict[str, Any]) -> Iterator[str]:
+    for op in dict.fromkeys(row["op"] for row in run["rows"]):
+        every = [row for row in run["rows"] if row["op"] == op]
         rows = [row for row in every if row["timing"]]
         # Without them the best of the others is not known.
         missing = {_label(row) for row in every if not row["own"] and not row["timing"]}
         yield f"`{op}`:\n"
-        contenders = list(dict.fromkeys((row["contender"], row["own"]) for row in rows))
+        found = dict.fromkeys((row["contender"], row["own"]) for row in rows)
+        # Dense kernels have a table of their own.
+        contenders = [pair for pair in found if pair[0] != "quantkit dense"]
         shapes = dict.fromkeys(_label(row) for row in rows)
         times = {(row["contender"], _label(row)): row["timing"]["p50_us"] for row in rows}
         lines = [
@@ -234,6 +236,11 @@ def _model_tables(found: dict[str, Any]) -> Iterator[str]:
     in_a_row = any(row.get("in_a_row") for row in rows)
     columns = ("", *("in a row, ms",) * in_a_row, "ms", "host ms", "weights MB", "peak MB", "error")
     yield _table(columns, [list(_model_cells(row, in_a_row=in_a_row)) for row in rows])
+    if in_a_row:
+        yield from _profiles(rows)
+
+
+def _profiles(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     # Fast sums change the time of products alone.
     profiles = [row for row in rows if row["profile"] and "-fast" not in row["contender"]]
     groups = dict.fromkeys(group for row in profiles for group in row["profile"])
