@@ -57,7 +57,6 @@ H100: dict[str, tuple[float, float | None]] = {
 #: What an RX 9070 XT is estimated for.
 RADEON = {
     "float16, compiled": "f16-compiled",
-    "float16, replayed": "f16-replayed",
     "FP8, replayed": "fp8-static-replayed",
     "FP8, attention in FP8": "fp8-static-replayed-e4m3fn-attention",
     "2:4, replayed": "sparse-static-replayed",
