@@ -42,7 +42,7 @@ PROMISES = [
     ("guides/calibrate.md", r"\[buckets, (\d+)\] \| how many", (BINS,)),
     (
         "guides/evaluate.md",
-        r"the (\d+) % bootstrap interval of[^.]*BCa,\s(\d+) resamples",
+        r"the (\d+) % bootstrap interval of[^.]*BCa,\s(\d+)\sresamples",
         (100 * sample_statistics.CONFIDENCE, sample_statistics.RESAMPLES),
     ),
     (
