@@ -268,8 +268,8 @@ def _label(row: dict[str, Any]) -> str:
 
 
 def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [columns, ["---"] * len(columns), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    head, *rows = (f"| {' | '.join(row)} |\n" for row in (columns, *lines))
+    return f"{head}|{'---|' * len(columns)}\n{''.join(rows)}"
 
 
 if __name__ == "__main__":

@@ -374,8 +374,8 @@ ComfyUI read files that were made by hand; LTX-Video has not run in these progra
 
 
 def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [columns, ["---"] * len(columns), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    head, *rows = (f"| {' | '.join(row)} |\n" for row in (columns, *lines))
+    return f"{head}|{'---|' * len(columns)}\n{''.join(rows)}"
 
 
 def page(cells: Sequence[Sequence[object]]) -> str:
@@ -384,11 +384,8 @@ def page(cells: Sequence[Sequence[object]]) -> str:
     Args:
         cells: for each family one for each target.
     """
-    lines = [
-        [family.title, family.class_name, *map(str, row)]
-        for family, row in zip(FAMILIES, cells, strict=True)
-    ]
-    columns = ("family", "class", *(f"`{to}`" for to in TARGETS))
+    lines = [[family.title, *map(str, row)] for family, row in zip(FAMILIES, cells, strict=True)]
+    columns = ("family", *(f"`{to}`" for to in TARGETS))
     readers = [
         [", ".join(f"`{to}`" for to, row in TARGETS.items() if row == found), _packages(found),
          found.reader]
