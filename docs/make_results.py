@@ -129,7 +129,8 @@ had {}.
 
 Tables of kernels have microseconds (p50); in brackets: how many times as fast as the best of the
 others, float16 aside. Tables of models are of one step, batch 2, latents 128x128. `error` is that
-of the worst packed layer from `reference`, and of others from float16.
+of the worst packed layer from `reference`, and of others from float16. The files say where the
+milliseconds go, too.
 """
 
 
@@ -236,20 +237,6 @@ def _model_tables(found: dict[str, Any]) -> Iterator[str]:
     in_a_row = any(row.get("in_a_row") for row in rows)
     columns = ("", *("in a row, ms",) * in_a_row, "ms", "host ms", "weights MB", "peak MB", "error")
     yield _table(columns, [list(_model_cells(row, in_a_row=in_a_row)) for row in rows])
-    if in_a_row:
-        yield from _profiles(rows)
-
-
-def _profiles(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    # Fast sums change the time of products alone.
-    profiles = [row for row in rows if row["profile"] and "-fast" not in row["contender"]]
-    groups = dict.fromkeys(group for row in profiles for group in row["profile"])
-    lines = [
-        [g, *(f"{row['profile'][g]:.2f}" if g in row["profile"] else "" for row in profiles)]
-        for g in groups
-    ]
-    yield "Where the milliseconds go:\n"
-    yield _table(("", *(row["contender"] for row in profiles)), lines)
 
 
 def _model_cells(row: dict[str, Any], *, in_a_row: bool) -> Iterator[str]:
