@@ -17,22 +17,30 @@ from tests.support.denoiser_classes import ROWS
 
 PAGE = Path(__file__).parent / "reference" / "models.md"
 
-HEAD = """\
+TEXT = """\
 # Models
 
 Every denoiser class of diffusers {version}. *Tuned* classes have a row in
 `quantkit/models/families.py`, tested against the tensors of published models; for all
 others what is packed follows from structure, names and shapes
-([recipes](../guides/recipes.md#what-stays-in-16-bit)). Where it says *tested*, a tiny model of the
+([recipes](../guides/recipes.md#what-stays-in-16-bit)). *Tested* means that a tiny model of the
 class is packed, verified, loaded by `from_pretrained`, compared with the original, saved and loaded
-again by `tests/models/test_any_denoiser.py`, and `bench model` knows its inputs. Other classes of
-diffusers (ControlNets, adapters, encoders, VAEs without a row in `quantkit/models/vaes.py`) are
+again by `tests/models/test_any_denoiser.py`, and that `bench model` knows its inputs. Other classes
+of diffusers (ControlNets, adapters, encoders, VAEs without a row in `quantkit/models/vaes.py`) are
 refused as MODEL, and copied as they are inside of a pipeline.
 
 Made by `python docs/make_models.py`.
 
-| class | family | tested |
-|---|---|---|
+## Tuned and tested
+
+{tuned}
+## General, tested
+
+{tested}
+
+## General, not tested
+
+{others}
 """
 
 
@@ -53,12 +61,17 @@ def page() -> str:
 
     tuned = {name: family.name for family in FAMILIES for name in family.class_names}
     tested = {row.class_name for row in ROWS}
-    rows = []
-    for name in classes():
-        family = tuned.get(name)
-        kind = f"tuned: {family}" if family else "general"
-        rows.append(f"| {name} | {kind} | {'yes' if name in tested else ''} |")
-    return HEAD.format(version=diffusers.__version__) + "\n".join(rows) + "\n"
+    names = list(classes())
+    # The page has no word for one that is tuned and not tested.
+    assert tested.issuperset(tuned.keys() & names)
+    rows = [f"- {name}: {tuned[name]}\n" for name in names if name in tuned]
+    general = [name for name in names if name not in tuned]
+    return TEXT.format(
+        version=diffusers.__version__,
+        tuned="".join(rows),
+        tested=", ".join(name for name in general if name in tested) + ".",
+        others=", ".join(name for name in general if name not in tested) + ".",
+    )
 
 
 if __name__ == "__main__":

@@ -62,14 +62,6 @@ MODELS = (
         "device idles for most of the time.",
     ),
     Run(
-        "h200-sdxl-fused.json",
-        "SDXL's UNet in FP8, projections fused, replayed",
-        "quantkit bench model --config sdxl --compile blocks --graph --profile --fuse-projections "
-        "--contenders fp8-static-compiled --save h200-sdxl-fused.json",
-        "float16 with fused projections, in a run of its own on another of these machines: 33.83 "
-        "ms.",
-    ),
-    Run(
         "h200-flux-quarter.json",
         "A quarter of FLUX, compiled by blocks and replayed",
         "quantkit bench model --config flux-quarter --compile blocks --graph --profile "
@@ -83,25 +75,13 @@ MODELS = (
         "of the picture, 512 of the prompt. torchao's sums are fast ones.",
     ),
     Run(
-        "h200-flux-quarter-fused.json",
-        "A quarter of FLUX, projections fused, compiled by blocks and replayed",
-        "quantkit bench model --config flux-quarter --compile blocks --graph --profile "
-        "--fuse-projections --seconds 5 --contenders f16-compiled "
-        "--contenders fp8-static-compiled --contenders fp8-static-fast-compiled "
-        "--contenders torchao-compiled --save h200-flux-quarter-fused.json",
-        "diffusers keeps what it joined, too, in 16 bit and in torchao's; packed layers have it "
-        "once.",
-    ),
-    Run(
         "h200-sdxl-replayed.json",
         "SDXL's UNet, replayed",
         "quantkit bench model --config sdxl --compile blocks --graph --profile --in-a-row 20 "
         "--seconds 2 --repeats 8 --contenders f16-compiled --contenders fp8-static-replayed "
         "--contenders sparse-static-replayed --contenders fp8-static-fast-replayed "
         "--contenders sparse-static-fast-replayed --save h200-sdxl-replayed.json",
-        "float16 is compiled by blocks and replayed, packed models are replayed and not compiled. "
-        "The newest of these runs: kernels overlap, upsampling and joining are of codes and of "
-        "channels last.",
+        "float16 is compiled by blocks and replayed, packed models are replayed and not compiled.",
     ),
     Run(
         "h100-step-sdxl.json",
@@ -116,7 +96,7 @@ MODELS = (
         "A quarter of FLUX, twenty steps in a row",
         f"quantkit bench model --config flux-quarter {_IN_A_ROW.format(also='')} "
         "--save h200-step-flux-quarter.json",
-        "Likewise.",
+        "float16 is compiled by blocks and replayed, packed models are replayed.",
     ),
 )
 
@@ -139,16 +119,36 @@ _FAMILIES = (
 )
 
 
+_RUNS = (*KERNELS, *MODELS)
+_HEAD = """\
+# Results
+
+Made by `python docs/make_results.py` from `docs/notes/results`; a test holds it to them.
+[Benchmarks](../guides/benchmark.md) has what the contenders are, and how times are taken. All runs
+had {}.
+
+Tables of kernels have microseconds (p50); in brackets: how many times as fast as the best of the
+others, float16 aside. Tables of models are of one step, batch 2, latents 128x128. `error` is that
+of the worst packed layer from `reference`, and of others from float16. The files say where the
+milliseconds go, too.
+"""
+
+
 def page() -> str:
     """Return the whole page."""
-    head = (
-        "# Results\n\nMade by `python docs/make_results.py` from `docs/notes/results`; a test "
-        "holds it to them. What the contenders are, and\nhow times are taken: "
-        "[benchmarks](../guides/benchmark.md).\n"
-    )
-    kernels = (_section(run, _kernel_tables) for run in KERNELS)
-    models = (_section(run, _model_tables) for run in MODELS)
-    return "\n".join([head, *kernels, _families(), *models])
+    found = {run: json.loads((HERE / "results" / run.file).read_text("utf-8")) for run in _RUNS}
+    kernels = (_section(run, found[run], _kernel_tables) for run in KERNELS)
+    models = (_section(run, found[run], _model_tables) for run in MODELS)
+    return "\n".join([_HEAD.format(_versions(found.values())), *kernels, _families(), *models])
+
+
+def _versions(runs: Iterable[dict[str, Any]]) -> str:
+    """Return what all runs were made with."""
+    machines = [run["machine"]["versions"] for run in runs]
+    versions = {k: v for machine in machines for k, v in machine.items() if k != "quantkit"}
+    assert all(versions.get(k, v) == v for machine in machines for k, v in machine.items())
+    (driver,) = {run["clocks"]["after"]["driver_version"] for run in runs}
+    return ", ".join([f"driver {driver}", *(f"{k} {v}" for k, v in versions.items())])
 
 
 def _families() -> str:
@@ -186,29 +186,25 @@ def _family_cells(name: str, found: dict[str, Any]) -> Iterator[str]:
     yield from (f"{row['peak_bytes'] / 1e6:.0f}" for row in (dense, rows[_PACKED]))
 
 
-def _section(run: Run, tables: Any) -> str:
-    found = json.loads((HERE / "results" / run.file).read_text(encoding="utf-8"))
-    machine, clocks = found["machine"], found["clocks"]["after"]
-    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if k != "quantkit")
-    made = (
-        f"{machine['device']}, driver {clocks['driver_version']}, {versions}; kernel sources "
-        f"{machine['kernel_sources'][:12]}. {run.note}".rstrip()
-        + "\n"
-    )
+def _section(run: Run, found: dict[str, Any], tables: Any) -> str:
+    machine = found["machine"]
+    made = f"{machine['device']}; kernel sources {machine['kernel_sources'][:12]}. {run.note}"
     return "\n".join(
-        [f"## {run.title}\n", f"```console\n{run.command}\n```\n", made, *tables(found)]
-    )
+        [f"## {run.title}\n", f"```console\n{run.command}\n```\n", made.rstrip() + "\n",
+         *tables(found)]
+    )  # fmt: skip
 
 
-def _kernel_tables(found: dict[str, Any]) -> Iterator[str]:
-    for op in dict.fromkeys(row["op"] for row in found["rows"]):
-        every = [row for row in found["rows"] if row["op"] == op]
+def _kernel_tables(run: dict[str, Any]) -> Iterator[str]:
+    for op in dict.fromkeys(row["op"] for row in run["rows"]):
+        every = [row for row in run["rows"] if row["op"] == op]
         rows = [row for row in every if row["timing"]]
         # Without them the best of the others is not known.
         missing = {_label(row) for row in every if not row["own"] and not row["timing"]}
-        yield f"`{op}`, microseconds (p50); in brackets: how many times as fast as the best of"
-        yield "the others, float16 aside.\n"
-        contenders = list(dict.fromkeys((row["contender"], row["own"]) for row in rows))
+        yield f"`{op}`:\n"
+        found = dict.fromkeys((row["contender"], row["own"]) for row in rows)
+        # Dense kernels have a table of their own.
+        contenders = [pair for pair in found if pair[0] != "quantkit dense"]
         shapes = dict.fromkeys(_label(row) for row in rows)
         times = {(row["contender"], _label(row)): row["timing"]["p50_us"] for row in rows}
         lines = [
@@ -238,20 +234,9 @@ def _cells(
 
 def _model_tables(found: dict[str, Any]) -> Iterator[str]:
     rows = [row for row in found["rows"] if row["timing"]]
-    yield "One step, batch 2, latents 128x128. `error`: of the worst packed layer from `reference`;"
-    yield "of others from float16.\n"
     in_a_row = any(row.get("in_a_row") for row in rows)
-    columns = ("", *("in a row, ms",) * in_a_row, "ms", "p95", "host ms", "weights MB",
-               "of float16", "peak MB", "error")  # fmt: skip
+    columns = ("", *("in a row, ms",) * in_a_row, "ms", "host ms", "weights MB", "peak MB", "error")
     yield _table(columns, [list(_model_cells(row, in_a_row=in_a_row)) for row in rows])
-    groups = dict.fromkeys(group for row in rows for group in row["profile"])
-    profiles = [row for row in rows if row["profile"]]
-    lines = [
-        [g, *(f"{row['profile'][g]:.2f}" if g in row["profile"] else "" for row in profiles)]
-        for g in groups
-    ]
-    yield "Where the milliseconds go:\n"
-    yield _table(("", *(row["contender"] for row in profiles)), lines)
 
 
 def _model_cells(row: dict[str, Any], *, in_a_row: bool) -> Iterator[str]:
@@ -259,9 +244,8 @@ def _model_cells(row: dict[str, Any], *, in_a_row: bool) -> Iterator[str]:
     yield row["contender"]
     if in_a_row:
         yield f"{row['in_a_row']['p50_us'] / 1e3:.2f}"
-    yield from (f"{timing[key] / 1e3:.2f}" for key in ("p50_us", "p95_us", "host_us"))
+    yield from (f"{timing[key] / 1e3:.2f}" for key in ("p50_us", "host_us"))
     yield f"{row['weight_bytes'] / 1e6:.0f}"
-    yield f"{row['of_f16']:.1%}"
     yield f"{row['peak_bytes'] / 1e6:.0f}"
     yield f"{row['error']:.1e}"
 
@@ -271,8 +255,8 @@ def _label(row: dict[str, Any]) -> str:
 
 
 def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [columns, ["---"] * len(columns), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    head, *rows = (f"| {' | '.join(row)} |\n" for row in (columns, *lines))
+    return f"{head}|{'---|' * len(columns)}\n{''.join(rows)}"
 
 
 if __name__ == "__main__":

@@ -336,17 +336,15 @@ Made by `python docs/make_targets.py`; a test makes some of the rows anew.
 
 A cell has the relative error of the weights that the target changes (root of the share of power,
 against float16; no input is quantized), and the bytes of all tensors as a share of 16 bit. The
-script stops at a weight whose own error is above 0.2: a wrong name or row makes it near 1. The
-models are tiny ones of random weights: shares of large ones are smaller, because scales and what
-stays in 16 bit are less of them. Layers of Lumina 2 and PixArt have 48 columns here, no multiple of
-32: `comfyui-w4a8` has them in int8, and `gguf` in 16 bit.
+models are tiny ones of random weights: shares of large ones are smaller. Layers of Lumina 2 and
+PixArt have 48 columns here, no multiple of 32: `comfyui-w4a8` has them in int8, and `gguf` in 16
+bit.
 
 {cells}
-Who reads what:
+Readers:
 
 {readers}
-diffusers has no converter for PixArt, so its names are those of diffusers' conversion script. Some
-converters hold the width of a published model; the width of the tiny model stands in its place.
+PixArt's names are those of diffusers' conversion script.
 
 ## Cells without figures
 
@@ -355,9 +353,7 @@ quantkit refuses them in one line, before anything is written:
 {refusals}
 ## What ran by hand
 
-No package that the tests install has ComfyUI's loader, ComfyUI-GGUF or stable-diffusion.cpp. These
-ran by hand on a CPU, on models of random weights with the published names, of 8 to 380 million
-parameters:
+On a CPU, models of random weights with the published names, of 8 to 380 million parameters:
 
 | program | `--to` | models |
 |---|---|---|
@@ -371,16 +367,15 @@ parameters:
 | ComfyUI-GGUF 795e451 | `gguf:Q4_0` | the first row without SDXL |
 | stable-diffusion.cpp (stable-diffusion-cpp-python 0.4.7) | `gguf` | SD 1.5, XL, 3; FLUX.1 |
 
-ComfyUI told each model by its own detection, found no name missing or left over, and answered as
-diffusers does from 16 bit, but for the error of the format. stable-diffusion.cpp converted the
-files, with names and values as they should be, and drew no picture. In the names of Wan 2.1 and
-Qwen-Image ComfyUI read files that were made by hand; LTX-Video has not run in these programs.
+ComfyUI answered as diffusers does from 16 bit, but for the error of the format.
+stable-diffusion.cpp converted the files and drew no picture. In the names of Wan 2.1 and Qwen-Image
+ComfyUI read files that were made by hand; LTX-Video has not run in these programs.
 """
 
 
 def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [columns, ["---"] * len(columns), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    head, *rows = (f"| {' | '.join(row)} |\n" for row in (columns, *lines))
+    return f"{head}|{'---|' * len(columns)}\n{''.join(rows)}"
 
 
 def page(cells: Sequence[Sequence[object]]) -> str:
@@ -389,12 +384,13 @@ def page(cells: Sequence[Sequence[object]]) -> str:
     Args:
         cells: for each family one for each target.
     """
-    lines = [
-        [family.title, family.class_name, *map(str, row)]
-        for family, row in zip(FAMILIES, cells, strict=True)
-    ]
-    columns = ("family", "class", *(f"`{to}`" for to in TARGETS))
-    readers = [[f"`{to}`", _packages(row), row.reader] for to, row in TARGETS.items()]
+    lines = [[family.title, *map(str, row)] for family, row in zip(FAMILIES, cells, strict=True)]
+    columns = ("family", *(f"`{to}`" for to in TARGETS))
+    readers = [
+        [", ".join(f"`{to}`" for to, row in TARGETS.items() if row == found), _packages(found),
+         found.reader]
+        for found in dict.fromkeys(TARGETS.values())
+    ]  # fmt: skip
     return PAGE_TEXT.format(
         cells=_table(columns, lines),
         readers=_table(("`--to`", "packages", "how"), readers),

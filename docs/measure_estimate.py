@@ -4,7 +4,7 @@
 docs/notes/results, in the files of RUNS; docs/notes/results.md has the command that wrote each. To
 renew the tables, put new files in their place and run this again.
 
-``python docs/measure_estimate.py CARD FILE...`` prints the rows of other files, and
+``python docs/measure_estimate.py CARD FILE...`` prints the rows of other files, by group, and
 ``python docs/measure_estimate.py products CARD FILE...`` what each operation's products take beside
 what they took, which the shares of a card's peak (quantkit/bench/estimate/cards.py) are set by.
 
@@ -24,7 +24,7 @@ import click
 from quantkit.bench.estimate.cards import Card, find_card
 from quantkit.bench.estimate.estimate_figures import EstimateRow, Span
 from quantkit.bench.estimate.estimate_step import estimate_step, kernels_of
-from quantkit.bench.estimate.groups import GROUPS, LAUNCHES, PROFILED
+from quantkit.bench.estimate.groups import PROFILED
 from quantkit.bench.estimate.kernel_cost import time_kernels
 from quantkit.bench.estimate.shape_models import trace_contender
 from quantkit.bench.models.denoisers import DENOISERS, Denoiser
@@ -57,20 +57,11 @@ H100: dict[str, tuple[float, float | None]] = {
 #: What an RX 9070 XT is estimated for.
 RADEON = {
     "float16, compiled": "f16-compiled",
-    "float16, replayed": "f16-replayed",
     "FP8, replayed": "fp8-static-replayed",
     "FP8, attention in FP8": "fp8-static-replayed-e4m3fn-attention",
     "2:4, replayed": "sparse-static-replayed",
     "2:4, attention in FP8": "sparse-static-replayed-e4m3fn-attention",
 }
-#: What every family is estimated for, on the same card.
-FAMILIES = {
-    "float16, compiled": "f16-compiled",
-    "FP8, module by module": "fp8-static",
-    "FP8, replayed": "fp8-static-replayed",
-}
-#: Families that are measured and estimated with guidance in one batch.
-_TWO = ("sdxl", "sd15", "sd3", "pixart", "sana")
 #: Gigabytes of its memory, and what a step needs beside weights.
 MEMORY, BESIDE = 16, 1.5
 _ATTENTION = re.compile(r"(.*)-(e4m3fn|int8)-attention")
@@ -85,7 +76,6 @@ def main() -> None:
             page = _with_table(page, card, runs(card))
         page = _with_table(page, "H100 compiled", h100())
         page = _with_table(page, "9070", radeon())
-        page = _with_table(page, "9070 families", families())
         PAGE.write_text(page, encoding="utf-8")
         return
     show, (card, *files) = rows_of, sys.argv[1:]
@@ -98,10 +88,11 @@ def main() -> None:
 
 def runs(name: str) -> list[str]:
     """Return the table of the runs on a card."""
-    head = ("model", "contender", "estimate", "range", "measured", "ratio", *GROUPS)
+    head = ("model", "contender", "estimate", "range", "measured", "ratio")
     card, lines = find_card(name), _head(head)
     for file, model, only in RUNS[name]:
-        lines += map(_line, rows_of(card, _read(RESULTS / file), model, only))
+        rows = rows_of(card, _read(RESULTS / file), model, only)
+        lines += [_line(row[: len(head)]) for row in rows if "-fast" not in row[1]]
     return lines
 
 
@@ -127,7 +118,7 @@ def _against(span: Span, ms: float | None) -> tuple[str, ...]:
 
 
 def radeon() -> list[str]:
-    """Return the tables of an RX 9070 XT."""
+    """Return the table of an RX 9070 XT."""
     card, names = find_card("gfx1201"), list(RADEON.values())
     sdxl = _rows(card, DENOISERS["sdxl"], names)
     flux = _rows(card, DENOISERS["flux"], names, ModelBenchSettings(1, 128))
@@ -136,19 +127,6 @@ def radeon() -> list[str]:
     for title, name in RADEON.items():
         cells = [cell for rows in (sdxl, flux) for cell in _told(rows, name)]
         lines.append(_line((title, *cells)))
-    return [*lines, "", *_groups({title: sdxl[name] for title, name in RADEON.items()})]
-
-
-def families() -> list[str]:
-    """Return the table of all denoisers on an RX 9070 XT."""
-    lines = _head(("", "batch", *FAMILIES, "of float16"))
-    for model in DENOISERS.values():
-        batch = 2 if model.name in _TWO else 1
-        settings = ModelBenchSettings(batch, 128)
-        rows = _rows(find_card("gfx1201"), model, list(FAMILIES.values()), settings)
-        times = [f"{rows[name].ms.middle:.0f}" for name in FAMILIES.values()]
-        dense, packed = (rows[name].ms.middle for name in ("f16-compiled", "fp8-static-replayed"))
-        lines.append(_line((model.name, str(batch), *times, f"{dense / packed:.2f}")))
     return lines
 
 
@@ -158,21 +136,6 @@ def _told(rows: dict[str, EstimateRow], name: str) -> tuple[str, str, str]:
     fits = "" if gigabytes + BESIDE < MEMORY else ", more than it holds"
     times = f"{first.ms.middle / row.ms.middle:.2f}"
     return _with_range(row.ms), times, f"{gigabytes:.1f}{fits}"
-
-
-def _groups(rows: dict[str, EstimateRow]) -> list[str]:
-    """Return the table of where SDXL's milliseconds go."""
-    lines = _head(("SDXL", *(f"{name}: ms, bound by" for name in GROUPS[:-1]), LAUNCHES))
-    for title, row in rows.items():
-        parts = [f"{g.ms.middle:.1f}, {_bound(g.bounds)}".rstrip(", ") for g in row.groups]
-        lines.append(_line((title, *parts)))
-    return lines
-
-
-def _bound(bounds: dict[str, float]) -> str:
-    whole = sum(bounds.values())
-    ordered = sorted(bounds.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {ms / whole:.0%}" for name, ms in ordered if ms > 0.1 * whole)
 
 
 def rows_of(card: Card, run: Run, model: str, only: tuple[str, ...] = ()) -> Iterator[tuple]:

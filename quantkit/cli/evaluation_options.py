@@ -134,8 +134,7 @@ watch = click.option(
     "--watch",
     is_flag=True,
     help="Write report.html from the beginning and fill it while the pipelines run: opened in a "
-    "browser it loads itself again. The worst pair so far is shown on the terminal. With --force, "
-    "an earlier report makes room at once.",
+    "browser it loads itself again.",
 )
 preview = click.option(
     "--preview/--no-preview",

@@ -48,9 +48,8 @@ if TYPE_CHECKING:
 def export(quiet: bool, as_json: bool, **given: Any) -> None:
     """Export MODEL as a file or a directory that other programs read.
 
-    MODEL is a 16-bit model as everywhere, which is quantized on the way, or a packed directory,
-    whose codes are taken over without a second rounding. What a target cannot hold is refused
-    before anything is written, with the layer's name; --requantize converts it.
+    MODEL is a 16-bit model, which is quantized on the way, or a packed directory, whose codes are
+    taken over. What a target cannot hold is refused; --requantize converts it.
 
     \b
     comfyui             ComfyUI in FP8: one file, static input scales (needs --calibration)

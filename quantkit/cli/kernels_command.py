@@ -115,8 +115,7 @@ def check_command(
     """Fail on spills, on too much LDS, on matrix instructions that are missing or masked, on waits.
 
     Reads the objects themselves: a folder that 'kernels build' wrote, or a fresh build. For AMD
-    targets it says which share of the matrix peak a kernel is expected to reach: what issue
-    allows, times what silicon reached of that with kernels whose times are published.
+    targets it says which share of the matrix peak a kernel is expected to reach.
     Exit code 1 when an object has a problem.
     """
     from quantkit.workflow.kernels import check_kernels, check_target

@@ -66,8 +66,7 @@ def sensitivity(quiet: bool, as_json: bool, **given: Any) -> None:
 
     All layers are measured on the inputs that the calibration stored. Layers whose treatment is
     uncertain, given the recipe's budget, are also run in the pipeline, one at a time, to measure
-    the error of the final latents. Attention modules with at least the recipe's min_keys keys are
-    measured in the pipeline as it is.
+    the error of the final latents. Attention modules are measured in the pipeline.
 
     Masks by SparseGPT are only measured with --hessians.
     """

@@ -34,12 +34,8 @@ def sparsify(
     """Choose which weights of MODEL are kept: n of every m along K, as 2 of 4.
 
     The recipe's sparsity section selects the layers, and a budget leaves out those that lose more.
-    The error is the share of a layer's output power that is lost. It is estimated for independent
-    input channels, with their measured mean squares if a calibration is given.
-
-    With --hessians the error is measured, including correlations between channels. Where the
-    recipe's sparsity.method is sparsegpt, or its weight.rounding gptq, it is the error after the
-    update of the kept weights.
+    The error is the share of a layer's output power that is lost: estimated, from measured inputs
+    where a calibration is given, or measured with --hessians.
 
     OUTPUT is a mask file for 'quantkit pack --masks' and 'quantkit recover --masks'.
     """

@@ -28,9 +28,9 @@ def written():
 def cells(written):
     """The cells of the page: title -> target -> text."""
     table = re.search(r"^\| family .*?\n\n", written, re.DOTALL | re.MULTILINE)[0].rstrip()
-    (_, _, *columns), _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines())
+    (_, *columns), _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines())
     names = [column.strip("`") for column in columns]
-    return {title: dict(zip(names, row, strict=True)) for title, _, *row in rows}
+    return {title: dict(zip(names, row, strict=True)) for title, *row in rows}
 
 
 def without_versions(text):
