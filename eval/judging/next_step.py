@@ -1,4 +1,4 @@
-"""Advice after a verdict, with its command: more prompts, or other formats for some layers."""
+"""Advice after a verdict, with its command: more prompts, other formats for layers, training."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -58,6 +58,8 @@ def find_next_steps(
         steps.append(more_prompts(report, prompts))
     if packed is not None and report.state in (State.FAILED, State.UNDECIDED):
         steps.append(_better_layers(report, packed))
+    if report.state is State.FAILED and report.packing.packed and not report.quantized_by:
+        steps.append(_training(report))
     return tuple(step for step in steps if step is not None)
 
 
@@ -87,6 +89,16 @@ def with_count(command: str, count: int) -> str:
         skip = word == "--count" and not skip
     again = "--resume" if kept[:2] == ["quantkit", "run"] else "--force"
     return shlex.join([*kept, "--count", str(count), again])
+
+
+def _training(report: Report) -> NextStep:
+    """Return the training of the packed codes, which needs no other bytes."""
+    packed = report.packed.path
+    words = ("quantkit", "recover", report.original.path, "--packed", packed)
+    return NextStep(
+        "train the codes on the original's answers, at the same bytes: minutes on a GPU",
+        shlex.join((*words, "-o", f"{packed.rstrip('/')}-trained")),
+    )
 
 
 def _better_layers(report: Report, packed: Treated) -> NextStep | None:

@@ -61,7 +61,15 @@ def test_an_open_gate_asks_for_prompts_and_a_settled_one_for_nothing():
         "--force"
     )
     assert find_next_steps(made_report(pairs, Limits(ssim=-0.9)), None) == ()
-    assert find_next_steps(made_report(pairs, Limits(ssim=1.5)), None) == ()
+
+
+def test_a_failed_packed_model_is_trained_and_no_other():
+    failed = made_report(made(8, sigma=8.0), Limits(ssim=1.5))
+    (step,) = find_next_steps(failed, None)
+    assert step.command == "quantkit recover pipeline --packed packed -o packed-trained"
+    parse(shlex.split(step.command)[1:], whole=True)
+    dense = replace(failed, packing=replace(failed.packing, packed=0))
+    assert find_next_steps(dense, None) == ()
 
 
 def test_prompts_that_are_not_there_are_asked_for_instead_of_run():
@@ -93,7 +101,7 @@ def packed(sensitivity, **schemes):
 def test_layers_are_kept_where_it_costs_least():
     report = made_report(made(8, sigma=12.0))
     assert report.state is State.FAILED
-    (step,) = find_next_steps(report, packed(bad_layers()))
+    step, _ = find_next_steps(report, packed(bad_layers()))
     assert set(step.layers) >= {f"block.{i}" for i in range(6)}
     assert "int8-token (block.0" in step.what
     found = report.gates[0].found
@@ -111,7 +119,7 @@ def test_the_command_gives_the_recipe_that_was_told(tmp_path):
     sensitivity = bad_layers()
     save_sensitivity(sensitivity, tmp_path / "sensitivity.json", force=False)
     told = replace(packed(sensitivity), path=str(tmp_path / "sensitivity.json"))
-    (step,) = find_next_steps(made_report(made(8, sigma=12.0)), told)
+    step, _ = find_next_steps(made_report(made(8, sigma=12.0)), told)
     words = shlex.split(step.command)
     words[-1] = str(tmp_path / "better.yaml")
     result = CliRunner().invoke(quantkit, [*words[1:], "--quiet"])
@@ -127,7 +135,8 @@ def test_the_command_gives_the_recipe_that_was_told(tmp_path):
 def test_no_layers_are_named_without_figures_for_them():
     report = made_report(made(8, sigma=12.0))
     sparse = replace(FP8, sparsity=TWO_OF_FOUR)
-    assert find_next_steps(report, packed(bad_layers(), **{"block.3": sparse})) == ()
+    (step,) = find_next_steps(report, packed(bad_layers(), **{"block.3": sparse}))
+    assert not step.layers
     passing = made_report(made(8), Limits(ssim=-0.9))
     assert find_next_steps(passing, packed(bad_layers())) == ()
 
