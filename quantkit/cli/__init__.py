@@ -119,8 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 141 when nobody reads the output any more.
     """
     open_streams()
-    # What is left dies with the process: looking through it for cycles would take longer.
-    atexit.register(gc.freeze)
+    atexit.register(_leave_the_rest)
     warnings, logger = Warnings(), logging.getLogger("quantkit")
     level = logger.level
     logger.addHandler(warnings)
@@ -131,6 +130,13 @@ def main(arguments: list[str] | None = None) -> None:
         logger.removeHandler(warnings)
         logger.setLevel(level)
     sys.exit(code)
+
+
+def _leave_the_rest() -> None:
+    """Let what is left die with the process: looking through it for cycles would take longer."""
+    # Triton's binding would report what nobody looked through as leaks, in 30 lines.
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def _run(arguments: list[str] | None) -> int:
