@@ -62,6 +62,14 @@ RADEON = {
     "2:4, replayed": "sparse-static-replayed",
     "2:4, attention in FP8": "sparse-static-replayed-e4m3fn-attention",
 }
+#: What every family is estimated for, on the same card.
+FAMILIES = {
+    "float16, compiled": "f16-compiled",
+    "FP8, module by module": "fp8-static",
+    "FP8, replayed": "fp8-static-replayed",
+}
+#: Families that are measured and estimated with guidance in one batch.
+_TWO = ("sdxl", "sd15", "sd3", "pixart", "sana")
 #: Gigabytes of its memory, and what a step needs beside weights.
 MEMORY, BESIDE = 16, 1.5
 _ATTENTION = re.compile(r"(.*)-(e4m3fn|int8)-attention")
@@ -76,6 +84,7 @@ def main() -> None:
             page = _with_table(page, card, runs(card))
         page = _with_table(page, "H100 compiled", h100())
         page = _with_table(page, "9070", radeon())
+        page = _with_table(page, "9070 families", families())
         PAGE.write_text(page, encoding="utf-8")
         return
     show, (card, *files) = rows_of, sys.argv[1:]
@@ -127,6 +136,19 @@ def radeon() -> list[str]:
     for title, name in RADEON.items():
         cells = [cell for rows in (sdxl, flux) for cell in _told(rows, name)]
         lines.append(_line((title, *cells)))
+    return lines
+
+
+def families() -> list[str]:
+    """Return the table of all denoisers on an RX 9070 XT."""
+    lines = _head(("", "batch", *FAMILIES, "of float16"))
+    for model in DENOISERS.values():
+        batch = 2 if model.name in _TWO else 1
+        settings = ModelBenchSettings(batch, 128)
+        rows = _rows(find_card("gfx1201"), model, list(FAMILIES.values()), settings)
+        times = [f"{rows[name].ms.middle:.0f}" for name in FAMILIES.values()]
+        dense, packed = (rows[name].ms.middle for name in ("f16-compiled", "fp8-static-replayed"))
+        lines.append(_line((model.name, str(batch), *times, f"{dense / packed:.2f}")))
     return lines
 
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 #: Begins and ends what an evaluation replaces.
 MARKS = ("<!-- quantkit: evaluation -->", "<!-- quantkit: end of evaluation -->")
 
+#: Begins what the card says after the command that packed, and what it says there of a training.
+_RECIPE = "The header of every packed file"
+_TRAINED = "Its codes were trained then: `quantkit recover MODEL --packed OUTPUT -o THIS`.\n\n"
+
 #: What a packed model has of its base's metadata.
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 #: Bytes of a base's card; published ones have at most some hundred thousand.
@@ -61,7 +65,7 @@ Not measured yet. `{evaluate}` writes the figures here.
 {pack}
 ```
 
-The header of every packed file has the whole recipe, and `quantkit.files.json` the digests.
+{recipe} has the whole recipe, and `quantkit.files.json` the digests.
 
 ## Licence
 
@@ -99,6 +103,7 @@ def write_card(folder: Path, base: Path, recipe: Recipe, summary: PackSummary) -
         start=MARKS[0],
         end=MARKS[1],
         evaluate=f"quantkit eval report {repository or 'MODEL'} THIS -o REPORT",
+        recipe=_RECIPE,
         pack=_command(repository or "MODEL", recipe),
         licence=_licence(inherited),
     )
@@ -112,13 +117,13 @@ def trained_card(text: str) -> str:
         text: the card before; figures of an evaluation are taken out, and one that its author wrote
             otherwise stays.
     """
-    before, first, rest = text.partition(MARKS[0])
+    before, first, rest = text.replace(_RECIPE, _TRAINED + _RECIPE, 1).partition(MARKS[0])
     _, last, after = rest.partition(MARKS[1])
     if not last:
         return text
     untold = (
-        "Trained after it was packed, by `quantkit recover MODEL --packed DIR -o THIS`, and not "
-        "measured since. `quantkit eval report MODEL THIS -o REPORT` writes the figures here."
+        "Trained after it was packed, and not measured since. `quantkit eval report MODEL THIS -o "
+        "REPORT` writes the figures here."
     )
     return f"{before}{first}\n{untold}\n{last}{after}"
 

@@ -303,7 +303,8 @@ def test_a_written_model_is_the_trained_one(pipeline_dir, tmp_path):
              for d in (made.path, out)]  # fmt: skip
     assert sizes[0] == sizes[1]
     before, after = ((d / "README.md").read_text(encoding="utf-8") for d in (made.path, out))
-    assert "Trained after it was packed" in after
+    assert "Trained after it was packed, and not measured since." in after
+    assert "quantkit recover MODEL --packed OUTPUT" in after
     assert before.partition("## Evaluation")[0] == after.partition("## Evaluation")[0]
 
 
