@@ -424,7 +424,12 @@ def test_the_line_states_the_first_look_and_the_written_one(step, line):
 
 @pytest.mark.parametrize(
     ("start", "end", "sign"),
-    [(0.5, 0.6, "better"), (0.6, 0.5, "worse"), (0.5, 0.5, "unchanged"), (0.5, np.nan, "worse")],
+    [
+        (0.5, 0.6, "better"),
+        (0.6, 0.5, "worse"),
+        (0.5, 0.49999, "unchanged"),
+        (0.5, np.nan, "worse"),
+    ],
 )
 def test_a_change_has_its_sign(start, end, sign):
     looks = [ScoredStep(step, ValidationScore("SSIM", v)) for step, v in ((0, start), (4, end))]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quantkit.recovery.distill.training_progress import ScoredStep
 
+_DIGITS = 4
+
 
 @dataclass(frozen=True)
 class ScoreChange:
@@ -19,8 +21,9 @@ class ScoreChange:
 
     @classmethod
     def between(cls, first: ScoredStep, written: ScoredStep) -> ScoreChange:
-        """Return the change from one look to another, of the same metric."""
-        return cls(first.score.metric, first.score.value, written.score.value)
+        """Return the change from one look to another, of the same metric, as it is printed."""
+        start, end = (round(look.score.value, _DIGITS) for look in (first, written))
+        return cls(first.score.metric, start, end)
 
     @property
     def is_worse(self) -> bool:
@@ -36,4 +39,5 @@ class ScoreChange:
 
     def __str__(self) -> str:
         """Return it in a line."""
-        return f"{self.metric} {self.start:.4f} -> {self.end:.4f}, {self.sign}"
+        start, end = (f"{value:.{_DIGITS}f}" for value in (self.start, self.end))
+        return f"{self.metric} {start} -> {end}, {self.sign}"
