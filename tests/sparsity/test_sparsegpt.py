@@ -454,9 +454,7 @@ def test_recovering_the_masks_of_a_file_is_the_same(pipeline, some, method, tmp_
     # a layer is computed for its mask, and not again for its weights
     monkeypatch.setattr("quantkit.recovery.obs_update.prune_layer", None)
     layers = json.loads(recover(*by_recipe, "--json").stdout)["layers"]
-    assert (
-        planned.stdout == f"{sum(layer['chosen'] for layer in layers)} layers masked, 0 quantized\n"
-    )
+    assert planned.stdout == f"{sum(layer['chosen'] for layer in layers)} layers masked, 0 packed\n"
     weights = [(output / "unet" / WEIGHTS).read_bytes() for output in outputs]
     assert weights[0] == weights[1]
     masks = [(tmp_path / f"{o.name}.masks.safetensors").read_bytes() for o in outputs]
