@@ -24,7 +24,7 @@ from quantkit.eval.pages.sections import made_section
 from quantkit._version import __version__
 from quantkit.recovery.distill.distillation import Look
 from quantkit.recovery.distill.score_change import ScoreChange
-from quantkit.recovery.distill.training_progress import TrainingProgress
+from quantkit.recovery.distill.training_progress import TrainingProgress, ValidationScore
 from quantkit.storage.files import rewritten_file
 
 #: Pictures up to which a page has them large: these are some 20 MB.
@@ -47,8 +47,7 @@ class _Seen:
     """One look: where it was, what it measured, and its pictures as the page holds them."""
 
     step: int
-    title: str
-    value: float
+    score: ValidationScore
     comparison: Comparison
     sides: tuple[Side, ...]
 
@@ -82,8 +81,7 @@ class CoursePage:
         side = FIRST_SIDE if len(self._seen) * len(names) <= _LARGE else LIST_SIDE
         self._teacher = self._teacher or _sides("original", expected, look.prompts, side)
         sides = _sides(f"step {look.step:,}", pictures, look.prompts, side, comparison)
-        score = look.score
-        self._seen.append(_Seen(look.step, score.metric, score.value, comparison, sides))
+        self._seen.append(_Seen(look.step, look.score, comparison, sides))
         self.write()
 
     def follow(self, point: TrainingProgress) -> None:
@@ -160,22 +158,23 @@ class CoursePage:
             return f"{words}: no pictures were looked at."
         first, last = self._seen[0], self._result
         if first is last:
-            return f"{words}: {first.title} {show(first.value)} at step {first.step:,}."
+            score = first.score
+            return f"{words}: {score.metric} {show(score.value)} at step {first.step:,}."
         return f"{words}: {self._change}, from step {first.step:,} to {last.step:,}."
 
     @property
     def _change(self) -> ScoreChange:
         """The change from the first look to the weights that are written."""
-        first = self._seen[0]
-        return ScoreChange(first.title, first.value, self._result.value)
+        return ScoreChange.between(self._seen[0].score, self._result.score)
 
     def _tiles(self) -> tuple[Tile, ...]:
         tiles = []
         if self._seen:
-            best = max(self._seen, key=lambda seen: seen.value)
-            change = str(self._change).removeprefix(f"{self._seen[0].title} ")
-            notes = (f"best {show(best.value)}, at step {best.step:,}",)
-            tiles.append(Tile(self._seen[0].title, change, notes))
+            best = max(self._seen, key=lambda seen: seen.score.value)
+            metric = best.score.metric
+            change = str(self._change).removeprefix(f"{metric} ")
+            notes = (f"best {show(best.score.value)}, at step {best.step:,}",)
+            tiles.append(Tile(metric, change, notes))
         if self._points:
             losses = self._points[0].loss, self._points[-1].loss
             tiles.append(Tile("Loss", " -> ".join(f"{loss:.3g}" for loss in losses)))
@@ -186,8 +185,8 @@ class CoursePage:
     def _plots(self) -> Iterator[Plot]:
         """Yield the curves of loss and pictures that have more than a point."""
         if len(self._seen) > 1:
-            title = self._seen[0].title
-            values = [seen.value for seen in self._seen]
+            title = self._seen[0].score.metric
+            values = [seen.score.value for seen in self._seen]
             steps = [seen.step for seen in self._seen]
             svg = plot_course(steps, values, title=title, name="metric", log=False)
             yield Plot(svg, f"{title} of the pictures against the original's, at every look.")

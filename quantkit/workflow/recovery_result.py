@@ -57,7 +57,7 @@ class Recovery:
         """The change of the pictures' score; None: they were not looked at."""
         if self.first_look is None or self.written_look is None:
             return None
-        return ScoreChange.between(self.first_look, self.written_look)
+        return ScoreChange.between(self.first_look.score, self.written_look.score)
 
     @property
     def _looks(self) -> list[ScoredStep]:

@@ -432,10 +432,28 @@ def test_the_line_states_the_first_look_and_the_written_one(step, line):
     ],
 )
 def test_a_change_has_its_sign(start, end, sign):
-    looks = [ScoredStep(step, ValidationScore("SSIM", v)) for step, v in ((0, start), (4, end))]
-    change = ScoreChange.between(*looks)
+    change = ScoreChange.between(*(ValidationScore("SSIM", value) for value in (start, end)))
     assert (change.sign, change.is_worse) == (sign, sign == "worse")
     assert str(change) == f"SSIM {start:.4f} -> {end:.4f}, {sign}"
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        ((0.90, 0.92, 0.94, 0.96), "SSIM 0.9400 -> 0.9300, worse"),
+        # One picture of four that fell much: a paired t-test has p = 0.2.
+        ((0.87, 0.93, 0.95, 0.97), "SSIM 0.9400 -> 0.9300, undecided by 4 pictures"),
+        ((0.91, 0.93, 0.95, 0.96), "SSIM 0.9400 -> 0.9375, undecided by 4 pictures"),
+        ((0.92, 0.94, 0.96, 0.98), "SSIM 0.9400 -> 0.9500, better"),
+    ],
+)
+def test_a_fall_by_chance_is_no_harm(after, told):
+    before = (0.91, 0.93, 0.95, 0.97)
+    change = ScoreChange.between(
+        *(ValidationScore("SSIM", float(np.mean(v)), v) for v in (before, after))
+    )
+    assert str(change) == told
+    assert change.is_worse == told.endswith("worse")
 
 
 def command(*arguments):

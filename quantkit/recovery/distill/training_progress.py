@@ -14,6 +14,8 @@ class ValidationScore:
     metric: str
     #: higher is better
     value: float
+    #: of each picture, whose mean it is; empty where the metric has one number for all
+    values: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

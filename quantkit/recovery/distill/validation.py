@@ -114,7 +114,7 @@ def compare_pictures(found: Pictures, expected: Pictures) -> ValidationScore:
     scores = [
         structural_similarity(a, b, win_size=7, data_range=1.0, channel_axis=-1) for a, b in pairs
     ]
-    return ValidationScore("SSIM", float(np.mean(scores)))
+    return ValidationScore("SSIM", float(np.mean(scores)), tuple(map(float, scores)))
 
 
 def compare_latents(found: Pictures, expected: Pictures) -> ValidationScore:
