@@ -42,7 +42,9 @@ class QuantizedLinear(torch.autograd.Function):
     ) -> Tensor:
         """Return (M, N)."""
         narrow = weight.to(_compute_dtype(how.dtype))
-        ctx.save_for_backward(x, narrow)
+        # As the gradient multiplies it: a smoothed input is float32, and would be twice as large.
+        ctx.save_for_backward(x.to(narrow.dtype), narrow)
+        ctx.input_dtype = x.dtype
         codes, scale = _quantize_rows(x, how.fmt, how.scale)
         return _scaled(codes.to(narrow.dtype) @ narrow.T, scale, bias, how.dtype)
 
@@ -53,8 +55,8 @@ class QuantizedLinear(torch.autograd.Function):
         grad = grad.to(weight.dtype)
         by_x, by_weight, by_bias = ctx.needs_input_grad[:3]
         return (
-            (grad @ weight).to(x.dtype) if by_x else None,
-            (grad.T @ x.to(grad.dtype)).float() if by_weight else None,
+            (grad @ weight).to(ctx.input_dtype) if by_x else None,
+            (grad.T @ x).float() if by_weight else None,
             grad.sum(dim=0, dtype=torch.float32) if by_bias else None,
             None,
         )
@@ -69,7 +71,8 @@ class QuantizedConv2d(torch.autograd.Function):
     ) -> Tensor:
         """Return (B, N, OH, OW)."""
         narrow = weight.to(_compute_dtype(how.dtype))
-        ctx.save_for_backward(x, narrow)
+        ctx.save_for_backward(x.to(narrow.dtype), narrow)
+        ctx.input_dtype = x.dtype
         ctx.how = how
         dtype = how.dtype
         if how.scale is not None:
@@ -91,11 +94,11 @@ class QuantizedConv2d(torch.autograd.Function):
         grad = grad.to(weight.dtype)
         by_x, by_weight, by_bias = ctx.needs_input_grad[:3]
         dx, dw, _ = torch.ops.aten.convolution_backward(
-            grad, x.to(grad.dtype), weight, None, ctx.how.stride, (0, 0), ctx.how.dilation,
+            grad, x, weight, None, ctx.how.stride, (0, 0), ctx.how.dilation,
             False, (0, 0), 1, (by_x, by_weight, False),
         )  # fmt: skip
         return (
-            dx.to(x.dtype) if by_x else None,
+            dx.to(ctx.input_dtype) if by_x else None,
             dw.float() if by_weight else None,
             grad.sum(dim=(0, 2, 3), dtype=torch.float32) if by_bias else None,
             None,
