@@ -7,8 +7,8 @@ import click
 #: The heading in help, and the names of options under it; others stand under "Options".
 GROUPS = {
     "Model": (
-        "config", "variant", "recipe", "set", "calibration", "hessians", "masks", "sensitivity",
-        "model",
+        "config", "variant", "recipe", "set", "calibration", "hessians", "masks", "packed",
+        "sensitivity", "model",
     ),
     "Pictures": ("prompts", "count", "steps", "guidance", "seed", "batch"),
     "Measures": ("lpips_weights", "clip", "judges", "noise_floor", "gates"),
