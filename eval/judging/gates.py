@@ -29,8 +29,8 @@ from quantkit.numerics.scheme import Scheme
 LEAST_PROMPTS = 8
 
 
-#: The gate on the share of pictures that are.
-BROKEN = "broken"
+#: The gates on the share of pictures that are.
+BROKEN, CHANGED = "broken", "changed"
 
 
 class Compression(Enum):
@@ -72,6 +72,8 @@ class Limits:
     clip: float | Literal["usual"] | None = "usual"
     #: pictures that may be broken, in %
     broken: float | None = 0.0
+    #: pictures that may be changed, broken ones among them, beyond the noise floor's own, in %
+    changed: float | None = None
 
     def clip_loss(self, compression: Compression) -> float | None:
         """Return the limit of the CLIP score loss that applies."""
@@ -110,7 +112,8 @@ class Gate:
     @property
     def expected(self) -> str:
         """The condition in words, as ``> 0.95``."""
-        sign = ">" if self.better is Better.HIGHER else "<=" if self.metric == BROKEN else "<"
+        counted = self.metric in (BROKEN, CHANGED)
+        sign = ">" if self.better is Better.HIGHER else "<=" if counted else "<"
         return f"{sign} {self.limit:g}{' ' if self.unit else ''}{self.unit}"
 
     @property
@@ -157,24 +160,39 @@ def judge(
         _clip_finding(comparison.clip, clip, compression),
     )
     gates = _judge([finding for finding in found if finding is not None])
+    known = tuple(floors)
+    pictures = sort_pictures(comparison, find_bounds(known))
+    if limits.changed is not None:
+        gates = (*gates, _count_changed(pictures, limits.changed, known))
     if limits.broken is None or comparison.resemblance is None:
         return gates
-    pictures = sort_pictures(comparison, find_bounds(floors))
     return (*gates, _count_broken(pictures, limits.broken, comparison.resemblance.backbone))
 
 
+def _count_changed(pictures: PictureKinds, limit: float, floors: Sequence[Comparison]) -> Gate:
+    """Return the gate on changed pictures: as many more as the noise floor has are allowed."""
+    own = (sort_pictures(floor, pictures.bounds) for floor in floors)
+    allowed = max((100.0 * kinds.changed / len(kinds.kinds) for kinds in own), default=0.0)
+    gate = Gate(CHANGED, "share of changed pictures", Better.LOWER, limit + allowed, "%", None)
+    return _counted(gate, pictures.changed, len(pictures.kinds))
+
+
 def _count_broken(pictures: PictureKinds, limit: float, backbone: str) -> Gate:
-    """Return the gate on broken pictures: a count of these, which passes on any number of them."""
+    """Return the gate on broken pictures."""
     gate = Gate(
         BROKEN, _titled("share of broken pictures", backbone), Better.LOWER, limit, "%", None
     )
     if not pictures.matched:
         return replace(gate, note="too few pictures that match their prompts and no others")
-    found, count = pictures.counts[Kind.BROKEN], len(pictures.kinds)
+    return _counted(gate, pictures.counts[Kind.BROKEN], len(pictures.kinds))
+
+
+def _counted(gate: Gate, found: int, count: int) -> Gate:
+    """Return a gate with a count of pictures, which passes on any number of them."""
     low, high = (
         100.0 * float(end) for end in stats.binomtest(found, count).proportion_ci(CONFIDENCE)
     )
-    share = 100.0 * found / count
+    share, limit = 100.0 * found / count, gate.limit
     state = State.PASSED if share <= limit else State.FAILED if low > limit else State.UNDECIDED
     note = f"{found} of {count}; of all prompts up to {high:.3g} %"
     return replace(

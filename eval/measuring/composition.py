@@ -53,6 +53,11 @@ class PictureKinds:
         found = Counter(self.kinds)
         return {kind: found[kind] for kind in Kind}
 
+    @property
+    def changed(self) -> int:
+        """Pictures that are not the same: variants and broken ones."""
+        return len(self.kinds) - self.counts[Kind.SAME]
+
 
 def find_bounds(floors: Iterable[Comparison]) -> Bounds:
     """Return the bounds: the defaults, or wider ones where the original's own noise is wider."""

@@ -81,7 +81,7 @@ batch = click.option(
     "--batch", type=options.COUNT, default=4, show_default=True, help="Prompts at a time."
 )
 #: Metrics that a gate may be on.
-_GATES = ("ssim", "lpips", "clip", "broken")
+_GATES = ("ssim", "lpips", "clip", "broken", "changed")
 
 
 def _parse_gates(
@@ -112,11 +112,13 @@ def _gates(text: str) -> Callable[[Command], Command]:
         callback=_parse_gates,
         metavar="NAME=LIMIT",
         help=f"{text} ssim (the mean is above), lpips (below), clip (loss of the score in %, "
-        "below) and broken (% of the pictures, at most); repeatable.",
+        "below), broken and changed (% of the pictures, at most); repeatable.",
     )
 
 
-gates = _gates("A limit other than the usual: 0.95, 0.1, 1 (of 2:4 2, of both 3) and 0. Names are")
+gates = _gates(
+    "A limit other than the usual: 0.95, 0.1, 1 (of 2:4 2, of both 3), 0 and none. Names are"
+)
 #: Of pictures of unknown origin, which have no usual limits.
 asked_gates = _gates("Fail unless the limit is kept. Names are")
 calibration = click.option(

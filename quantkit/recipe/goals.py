@@ -47,3 +47,5 @@ class Gates(Strict):
     clip_loss: float | None = None
     #: most pictures that may be broken, in percent
     broken: Annotated[float, Field(ge=0, le=100)] | None = None
+    #: most pictures that may be changed beyond the noise floor's own, in percent; None: not judged
+    changed: Annotated[float, Field(ge=0, le=100)] | None = None

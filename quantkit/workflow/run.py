@@ -327,6 +327,7 @@ def limits_of(recipe: Recipe) -> Limits:
         default.lpips if gates.lpips is None else gates.lpips,
         default.clip if loss is None else loss,
         default.broken if gates.broken is None else gates.broken,
+        gates.changed,
     )
 
 

@@ -237,7 +237,7 @@ def test_changes_without_a_recipe_are_refused(model):
 def test_a_gate_that_cannot_be(gate):
     result = CliRunner().invoke(quantkit, ["eval", "images", "a", "b", "--gate", gate])
     assert result.exit_code == 2
-    assert "expected ssim, lpips, clip, broken" in result.output
+    assert "expected ssim, lpips, clip, broken, changed" in result.output
 
 
 def test_paths_of_the_table_are_there():

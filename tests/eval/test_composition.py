@@ -83,6 +83,26 @@ def test_drawn_pictures_are_told_apart(world):
     )
 
 
+def test_changed_pictures_are_counted_beyond_those_of_the_noise_floor(world):
+    pairs, moved, foreign, backbones = world
+
+    def with_changed(count):
+        packed = (*moved[:1], *foreign[1:count], *pairs.original[count:])
+        return compare(replace(pairs, packed=packed), backbones)
+
+    found = with_changed(6)
+    limits = Limits(None, None, None, None, changed=25.0)
+    (gate,) = judge(found, limits, Compression.QUANTIZED)
+    assert (gate.title, gate.found, gate.expected) == ("share of changed pictures", 50.0, "<= 25 %")
+    # 6 of 12 do not show that it is over a quarter: Clopper and Pearson's interval is 21 to 79 %.
+    assert gate.state is State.UNDECIDED
+    assert judge(with_changed(9), limits, Compression.QUANTIZED)[0].state is State.FAILED
+    assert judge(with_changed(3), limits, Compression.QUANTIZED)[0].state is State.PASSED
+    floors = (with_changed(1), compare(pairs, backbones))
+    (gate,) = judge(found, limits, Compression.QUANTIZED, floors)
+    assert gate.limit == pytest.approx(25.0 + 100 / 12)
+
+
 def test_identical_pictures_are_the_same(world):
     pairs, _, _, backbones = world
     found = compare(pairs, backbones)
