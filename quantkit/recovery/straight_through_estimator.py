@@ -45,8 +45,11 @@ class QuantizedLinear(torch.autograd.Function):
         # As the gradient multiplies it: a smoothed input is float32, and would be twice as large.
         ctx.save_for_backward(x.to(narrow.dtype), narrow)
         ctx.input_dtype = x.dtype
-        codes, scale = _quantize_rows(x, how.fmt, how.scale)
-        return _scaled(codes.to(narrow.dtype) @ narrow.T, scale, bias, how.dtype)
+        scale = how.scale
+        if scale is None:
+            scale = scale_of_amax(x.abs().amax(dim=-1, keepdim=True), how.fmt)
+        codes = _codes(x.float() / scale, how.fmt, narrow.dtype)
+        return _scaled(codes @ narrow.T, scale, bias, how.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -76,7 +79,7 @@ class QuantizedConv2d(torch.autograd.Function):
         ctx.how = how
         dtype = how.dtype
         if how.scale is not None:
-            codes = cast(x.float() / how.scale, how.fmt).to(narrow.dtype)
+            codes = _codes(x.float() / how.scale, how.fmt, narrow.dtype)
             y = functional.conv2d(codes, narrow, None, how.stride, 0, how.dilation)
             return _scaled(y.movedim(1, -1), how.scale, bias, dtype).movedim(-1, 1)
         kernel = narrow.shape[2:]
@@ -117,12 +120,12 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype is torch.float16 else dtype
 
 
-def _quantize_rows(x: Tensor, fmt: NumberFormat, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return codes of (M, K) rows, and their scale, which is (M, 1) when none is given."""
-    if scale is not None:
-        return cast(x.float() / scale, fmt), scale
-    scale = scale_of_amax(x.abs().amax(dim=-1, keepdim=True), fmt)
-    return cast(x / scale, fmt), scale
+def _codes(values: Tensor, fmt: NumberFormat, dtype: torch.dtype) -> Tensor:
+    """Return the nearest codes as numbers of a dtype that holds them; values are overwritten."""
+    if not fmt.is_integer:
+        return cast(values, fmt).to(dtype)
+    # Without the codes' own dtype and a place for NaN, a quarter of the time; NaN stays NaN.
+    return values.round_().clamp_(fmt.min, fmt.max).to(dtype)
 
 
 def _multiply_windows(windows: Tensor, scales: Tensor, rows: Tensor, fmt: NumberFormat) -> Tensor:
@@ -134,8 +137,8 @@ def _multiply_windows(windows: Tensor, scales: Tensor, rows: Tensor, fmt: Number
         # Into plain memory: the view's strides overlap, and results would follow their order.
         values = torch.empty(view.shape, dtype=torch.float32, device=view.device)
         torch.div(view, scale.reshape(*scale.shape, 1, 1, 1), out=values)
-        codes = cast(values, fmt).reshape(-1, rows.shape[1])
-        out.copy_((codes.to(rows.dtype) @ rows.T).view_as(out))
+        codes = _codes(values, fmt, rows.dtype).reshape(-1, rows.shape[1])
+        out.copy_((codes @ rows.T).view_as(out))
     return y
 
 
