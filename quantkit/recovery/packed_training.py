@@ -50,11 +50,13 @@ class Timesteps(nn.Module):
 
         Args:
             edges: ascending, float64.
-            rows: a multiple of the batch, which comes first where a model joins other axes to it.
+            rows: a multiple of the batch, which comes first where a model joins other axes to it;
+                or fewer, of an input that all rows of the batch share.
         """
         assert self.values is not None, "the model itself is called"
         found = torch.bucketize(self.values.to(edges), edges, right=True)
-        return found.repeat_interleave(rows // len(found))
+        # What is shared has no timestep of its own in a batch of several: any of theirs will do.
+        return found.repeat_interleave(max(1, rows // len(found)))[:rows]
 
 
 class TrainedLayer(nn.Module):

@@ -317,6 +317,13 @@ def test_untrained_values_are_written_as_they_were(pipeline_dir, tmp_path):
         assert path.read_bytes() == (out / path.relative_to(made.path)).read_bytes()
 
 
+def test_rows_of_other_counts_than_the_batch_have_buckets():
+    timesteps, edges = Timesteps(), torch.tensor((250.0, 500.0), dtype=torch.float64)
+    timesteps.values = torch.tensor((960, 20))
+    assert timesteps.buckets(edges, 6).tolist() == [2, 2, 2, 0, 0, 0]
+    assert timesteps.buckets(edges, 1).tolist() == [2]
+
+
 def test_each_row_has_the_scale_of_its_timestep(pipeline_dir, tmp_path):
     """A training batch mixes timesteps; the packed model has one at a time."""
     path = tmp_path / "packed"
