@@ -34,6 +34,8 @@ from quantkit.recovery.straight_through_estimator import (
 #: networks have, so that one learning rate serves them, biases and norms.
 _REACH = 4.0
 
+_CURE = "give what was packed from this model"
+
 #: The child of a model that knows the timesteps of a call.
 _TIMESTEPS = "quantkit_timesteps"
 
@@ -215,9 +217,11 @@ def install(model: nn.Module, component: PackedComponent) -> None:
             dense = model.get_submodule(name)
         except AttributeError as error:
             raise ModelError(
-                f"{name}: the model that diffusers builds has no such module"
+                f"{component.path}: {name} is no layer of the 16-bit model; {_CURE}",
+                fields=("packed",),
             ) from error
         layer = trained_layer(name, dense, scheme, component.parts(name), timesteps)
+        _refuse_other(component, f"{name}.weight", component.records[name].shape, layer.shape)
         setattr(model.get_submodule(parent), child, layer)
     _copy_others(model, component)
     model.add_module(_TIMESTEPS, timesteps)
@@ -266,8 +270,21 @@ def _copy_others(model: nn.Module, component: PackedComponent) -> None:
         if name not in component.tensors:
             continue
         info = component.tensors[name][1]
+        _refuse_other(component, name, info.shape, tuple(parameter.shape))
         stored = torch.frombuffer(component.read_bytes(name), dtype=FLOAT_DTYPES[info.dtype])
         parameter.copy_(stored.reshape(info.shape))
+
+
+def _refuse_other(
+    component: PackedComponent, name: str, found: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    """Refuse what was packed from a model of other shapes."""
+    if found != expected:
+        raise ModelError(
+            f"{component.path}: {name} is {list(found)}, expected {list(expected)} as in the "
+            f"16-bit model; {_CURE}",
+            fields=("packed",),
+        )
 
 
 def _codes_of(parts: Mapping[str, Tensor], scheme: Scheme) -> Tensor:

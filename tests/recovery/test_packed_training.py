@@ -1,5 +1,6 @@
 """Training of packed layers: their numbers forward, the dense layers' gradients backward."""
 
+import copy
 import shutil
 
 import pytest
@@ -281,6 +282,17 @@ def packed_calls(unet):
     with torch.no_grad(), use(Backend.REFERENCE):
         unet(torch.randn(2, 4, 8, 8), 500, torch.randn(2, 16, 32))
     return calls
+
+
+def test_a_packed_model_of_other_shapes_is_refused(pipeline_dir, tmp_path):
+    made = packed_by(RECIPES["fp8"], pipeline_dir, tmp_path / "packed")
+    unet = load_pipeline(open_model(str(pipeline_dir)), choose_device("cpu")).unet
+    layer, norm = unet.time_embedding.linear_1, unet.conv_norm_out
+    for name, other in (("conv_norm_out", nn.GroupNorm(2, 8)), ("linear_1", nn.Linear(32, 64))):
+        unet.time_embedding.linear_1 = other if name == "linear_1" else layer
+        unet.conv_norm_out = other if name == "conv_norm_out" else norm
+        with pytest.raises(ModelError, match=rf"{name}\.weight is \[.*; give what was packed from"):
+            install(copy.deepcopy(unet), made.components[0])
 
 
 def test_a_written_model_is_the_trained_one(pipeline_dir, tmp_path):

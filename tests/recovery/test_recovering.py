@@ -51,6 +51,7 @@ from quantkit.recovery.distill.validation import compare_latents, compare_pictur
 from quantkit.recovery.packed_training import install
 from quantkit.sparsity.maskfile import save_masks
 from quantkit.workflow.recovery_result import Recovery
+from tests.support.pipelines import tiny_sd15_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -524,8 +525,9 @@ def test_dry_run_says_what_would_be_trained(pipeline_dir, packed, masks, tmp_pat
         (("--packed", "PACKED", "--masks", "MASKS"), "masks: given with a packed model"),
         (("--packed", "MODEL"), "nothing in it is packed"),
         (("--packed", "OTHER"), "packs transformer (SD3Transformer2DModel), expected unet"),
+        (("--packed", "WIDER"), "is no layer of the 16-bit model"),
     ],
-    ids=["nothing", "both", "16 bit", "another model"],
+    ids=["nothing", "both", "16 bit", "another class", "other layers"],
 )
 def test_what_cannot_be_trained_is_refused(folders, tmp_path, case):
     options, text = case
@@ -542,8 +544,11 @@ def folders(pipeline_dir, transformer_pipeline_dir, packed, masks, tmp_path_fact
     save_masks(masks, root / "masks", force=False)
     pack(open_model(str(transformer_pipeline_dir)), FP8, root / "other", calibration=None,
          masks=None, threads=1, force=False, progress=silent)  # fmt: skip
+    wider = tiny_sd15_pipeline(root / "wider")
+    pack(open_model(str(wider)), FP8, root / "wider-fp8", calibration=None, masks=None, threads=1,
+         force=False, progress=silent)  # fmt: skip
     return {"PACKED": packed.path, "MASKS": root / "masks", "MODEL": pipeline_dir,
-            "OTHER": root / "other"}  # fmt: skip
+            "OTHER": root / "other", "WIDER": root / "wider-fp8"}  # fmt: skip
 
 
 def test_packed_models_have_no_method_that_does_not_train(pipeline_dir, packed, tmp_path):
