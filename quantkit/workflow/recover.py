@@ -13,6 +13,7 @@ from quantkit.numerics.masks import parse_pattern
 from quantkit.progress import Progress, Tell, silent, unheard
 from quantkit.recipe.recommended import DEFAULT
 from quantkit.recipe.schema import Recipe
+from quantkit.recovery.distill.distillation import packed_denoiser
 from quantkit.recovery.recovered_model import refuse_outputs
 from quantkit.sparsity.choose import choose_masks, sparse_layers
 from quantkit.sparsity.maskfile import MaskSet
@@ -99,7 +100,7 @@ def recover(
     codes = None if packed is None else require_packed(packed)
     if dry_run:
         return _plan(source.components[0], chosen, mask_set, codes, method)
-    _refuse_moments(method, hessians, prompts, codes)
+    _refuse_inputs(method, hessians, prompts, codes)
     job = Job(
         source,
         chosen,
@@ -137,9 +138,9 @@ def _choose_and_update(job: Job, hessians: HessiansLike | None) -> Recovery | No
 def _plan(
     component: Component, recipe: Recipe, masks: MaskSet | None, packed: Packed | None, method: str
 ) -> RecoveryPlan:
-    found = () if packed is None else packed.components
-    layers = sum(len(c.config.layers) for c in found if c.name == component.name)
-    return RecoveryPlan(len(_kept(component, recipe, masks, method)), layers)
+    found = packed_denoiser(packed, component)
+    layers = () if found is None else found.config.layers
+    return RecoveryPlan(len(_kept(component, recipe, masks, method)), len(layers))
 
 
 def _kept(component: Component, recipe: Recipe, masks: MaskSet | None, method: str) -> set[str]:
@@ -153,7 +154,7 @@ def _kept(component: Component, recipe: Recipe, masks: MaskSet | None, method: s
     return set()
 
 
-def _refuse_moments(
+def _refuse_inputs(
     method: str,
     hessians: HessiansLike | None,
     prompts: PromptsLike | None,
