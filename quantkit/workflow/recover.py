@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.reader import Packed
-from quantkit.errors import ArtefactError
+from quantkit.errors import ArtefactError, CheckpointError
 from quantkit.models.layer_plan import dense_reason
 from quantkit.models.source import Component
 from quantkit.numerics.masks import parse_pattern
@@ -34,6 +34,7 @@ from quantkit.workflow.recovery_job import RUN, Job
 from quantkit.workflow.recovery_result import Recovery, RecoveryPlan
 from quantkit.workflow.recovery_settings import Training, refuse_foreign
 from quantkit.workflow.sparsify import Sparsified
+from quantkit.workflow.verify import find_breaches
 
 __all__ = ["Recovery", "RecoveryPlan", "Tell", "Training", "recover", "unheard"]
 
@@ -101,6 +102,9 @@ def recover(
     if dry_run:
         return _plan(source.components[0], chosen, mask_set, codes, method)
     _refuse_inputs(method, hessians, prompts, codes)
+    # Damage would be trained, and get new checksums.
+    for breach in () if codes is None else find_breaches(codes.path, stop_at_first=True).breaches:
+        raise CheckpointError(breach)
     job = Job(
         source,
         chosen,
