@@ -1,14 +1,14 @@
 """Packed layers that can be trained: their codes, scales and biases are parameters.
 
-The forward pass multiplies the codes that would be written now, by inputs quantized as the packed
-layer does it. The backward pass lets gradients through every rounding as if it were none (a
-straight-through estimator, Bengio et al. 2013, arXiv:1308.3432), and gives those of scales as LSQ
-does (Esser et al. 2020, arXiv:1902.08153). Positions of 2:4, factors of int4, smoothing and scales
-of inputs stay. Nothing waits for the device, so CUDA graphs can hold it.
+The forward pass is that of a packed layer with the codes that would be written now. The backward
+pass lets gradients through every rounding as if it were none (a straight-through estimator, Bengio
+et al. 2013, arXiv:1308.3432), and gives those of scales as LSQ does (Esser et al. 2020,
+arXiv:1902.08153). Positions of 2:4, factors of int4, smoothing and scales of inputs stay.
 """
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,18 +17,15 @@ from torch.nn import functional
 
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.torch_dtypes import FLOAT_DTYPES
+from quantkit.device.backends import Backend, use
 from quantkit.errors import ModelError
+from quantkit.inference.layers.modules import pack_module
+from quantkit.inference.layers.packed_layer import PackedLayer
 from quantkit.models.skeleton import why_not_packed
 from quantkit.numerics.nibbles import GROUP, pack_nibbles, unpack_nibbles
 from quantkit.numerics.packed_2to4 import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import cast, expand_scale
-from quantkit.numerics.scheme import Activation, Scheme
-from quantkit.recovery.straight_through_estimator import (
-    InputQuant,
-    QuantizedConv2d,
-    QuantizedLinear,
-    output_dtype,
-)
+from quantkit.numerics.scheme import Scheme
 
 #: A code's parameter is the code over this many of its largest: of the size that weights of
 #: networks have, so that one learning rate serves them, biases and norms.
@@ -108,6 +105,13 @@ class TrainedLayer(nn.Module):
             ("edges", torch.tensor(scheme.buckets, dtype=torch.float64, device=device)),
         ):
             self.register_buffer(name, value, persistent=False)
+        # A tuple hides it from the module tree: its parameters are not those that are trained.
+        self._hidden = (_layer_of(dense, scheme, given),)
+
+    @property
+    def _layer(self) -> PackedLayer:
+        """The packed layer that multiplies."""
+        return self._hidden[0]
 
     @property
     def _unit(self) -> float:
@@ -147,33 +151,60 @@ class TrainedLayer(nn.Module):
         """The number of codes along a row that are packed together."""
         return GROUP // 2 if self.meta is not None else GROUP
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the packed layer of these codes gives for an input."""
+        with torch.no_grad():
+            for part, value in self.packed().items():
+                held = self._layer.part(part)
+                assert held is not None
+                held.copy_(value.reshape(held.shape).to(held.dtype))
+        y: Tensor = StraightThrough.apply(x, self.quantized_weight(), self.bias, self)
+        return y
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return the product of an input and the bias, in the input's dtype."""
+        if not self.scheme.buckets:
+            y: Tensor = self._layer(x)
+            return y
+        # The layer has a scale of one and no bias, since the rows' scales differ.
+        assert self.input_scale is not None
+        scale = self.input_scale[self.timesteps[0].buckets(self.edges, len(x))]
+        scale = scale.reshape(-1, *[1] * (x.ndim - 1))
+        y = self._layer(x.float() / scale) * scale
+        return self._biased(y).to(x.dtype)
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, ...]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the dense layer's gradients of input, weight and bias (float32)."""
+        raise NotImplementedError
+
+    def _biased(self, y: Tensor) -> Tensor:
+        if self.bias is None:
+            return y
+        return y + (self.bias.reshape(-1, 1, 1) if len(self.shape) == 4 else self.bias)
+
     def _smoothed(self, x: Tensor) -> Tensor:
+        """Return what meets the weight, of an input; of its gradient, that of the input."""
         if self.smooth is None:
             return x
-        return x * (self.smooth.reshape(-1, 1, 1) if len(self.shape) == 4 else self.smooth)
-
-    def _input_scale(self, x: Tensor) -> Tensor | None:
-        """Return the scale of every row of an input (B, ...), or None: each token has its own."""
-        if self.input_scale is None or not self.scheme.buckets:
-            return self.input_scale
-        chosen = self.input_scale[self.timesteps[0].buckets(self.edges, len(x))]
-        return chosen.reshape(-1, *[1] * (x.ndim - 1))
+        smooth = self.smooth.reshape(-1, 1, 1) if len(self.shape) == 4 else self.smooth
+        return (x * smooth).to(x.dtype)
 
 
 class TrainedLinear(TrainedLayer):
     """A Linear over (..., K) that computes as PackedLinear does."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., N)."""
-        weight, smoothed = self.quantized_weight(), self._smoothed(x)
-        if self.scheme.activation is Activation.NONE:
-            return functional.linear(smoothed.to(x.dtype), weight.to(x.dtype), self.bias)
-        scale = self._input_scale(smoothed)
-        if scale is not None and scale.numel() > 1:
-            scale = scale.expand(*x.shape[:-1], 1).reshape(-1, 1)
-        how = InputQuant(self.scheme.input, scale, output_dtype(x))
-        y: Tensor = QuantizedLinear.apply(smoothed.reshape(-1, x.shape[-1]), weight, self.bias, how)
-        return y.reshape(*x.shape[:-1], -1)
+    def gradients(
+        self, grad: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, ...]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return (..., K), (N, K) and (N,) of (..., N)."""
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (
+            self._smoothed(grad @ weight) if needed[0] else None,
+            rows.T @ self._smoothed(x).reshape(-1, x.shape[-1]) if needed[1] else None,
+            rows.sum(dim=0, dtype=torch.float32) if needed[2] else None,
+        )
 
 
 class TrainedConv2d(TrainedLayer):
@@ -186,18 +217,51 @@ class TrainedConv2d(TrainedLayer):
         #: left, right, top, bottom, as ``functional.pad`` takes them; covers padding="same"
         self.padding = tuple(dense._reversed_padding_repeated_twice)  # noqa: SLF001  the only place that resolves "same"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (B, N, OH, OW)."""
-        weight = self.quantized_weight()
+    def gradients(
+        self, grad: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, ...]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return (B, C, H, W), (N, C, kh, kw) and (N,) of (B, N, OH, OW)."""
         padded = functional.pad(self._smoothed(x), self.padding)
-        if self.scheme.activation is Activation.NONE:
-            wide, narrow = padded.to(x.dtype), weight.to(x.dtype)
-            return functional.conv2d(wide, narrow, self.bias, self.stride, 0, self.dilation)
-        scale = self._input_scale(padded)
-        kept = (output_dtype(x), self.stride, self.dilation)
-        how = InputQuant(self.scheme.input, scale, *kept)
-        y: Tensor = QuantizedConv2d.apply(padded, weight, self.bias, how)
-        return y
+        by_x, by_weight, _ = torch.ops.aten.convolution_backward(
+            grad, padded, weight, None, self.stride, (0, 0), self.dilation,
+            False, (0, 0), 1, (*needed[:2], False),
+        )  # fmt: skip
+        cropped = [-amount for amount in self.padding]
+        return (
+            self._smoothed(functional.pad(by_x, cropped)) if needed[0] else None,
+            by_weight,
+            grad.sum(dim=(0, 2, 3), dtype=torch.float32) if needed[2] else None,
+        )
+
+
+class StraightThrough(torch.autograd.Function):
+    """A trained layer as a function of its input, its dequantized weight and its bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: TrainedLayer
+    ) -> Tensor:
+        """Return the layer's product in autocast's dtype; the weight serves the gradient alone."""
+        del bias
+        ctx.layer, ctx.input_dtype = layer, x.dtype
+        x = x.to(_output_dtype(x))
+        ctx.save_for_backward(x, weight.to(x.dtype))
+        # On a CPU the kernels run lane by lane, which takes three times as long as PyTorch.
+        with use(None if x.is_cuda else Backend.REFERENCE):
+            return layer.multiply(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the dense layer's gradients."""
+        x, weight = ctx.saved_tensors
+        needed = tuple(ctx.needs_input_grad[:3])
+        by_x, by_weight, by_bias = ctx.layer.gradients(grad.to(x.dtype), x, weight, needed)
+        return (
+            None if by_x is None else by_x.to(ctx.input_dtype),
+            None if by_weight is None else by_weight.float(),
+            by_bias,
+            None,
+        )
 
 
 def install(model: nn.Module, component: PackedComponent) -> None:
@@ -293,6 +357,26 @@ def _codes_of(parts: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
     if fmt.codes_per_byte == 1:
         return stored.view(fmt.torch_dtype).flatten(1).float()
     return unpack_nibbles(stored, GROUP // 2 if scheme.sparsity else GROUP).float()
+
+
+def _layer_of(
+    dense: nn.Linear | nn.Conv2d, scheme: Scheme, parts: Mapping[str, Tensor]
+) -> PackedLayer:
+    """Return a packed layer of these tensors; its bias shares the dense layer's memory."""
+    layer = pack_module("", replace(scheme, buckets=()), dense, None)
+    # Its own memory, since codes and scales are written there.
+    for part, value in parts.items():
+        layer.fill(part, value.clone())
+    if scheme.buckets:
+        layer.bias = None
+        layer.fill("input_scale", torch.ones((), device=dense.weight.device))
+    return layer
+
+
+def _output_dtype(x: Tensor) -> torch.dtype:
+    """Return autocast's dtype, or the input's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _has_codes(codes: Tensor, scale: Tensor) -> Tensor:

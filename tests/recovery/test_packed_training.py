@@ -26,7 +26,6 @@ from quantkit.progress import silent
 from quantkit.recipe.layer_recipes import ActivationRecipe, WeightRecipe
 from quantkit.recipe.load import load_recipe
 from quantkit.recipe.schema import Override, Recipe
-from quantkit.recovery import straight_through_estimator
 from quantkit.recovery.packed_training import (
     Timesteps,
     install,
@@ -103,15 +102,6 @@ def test_forward_is_that_of_the_packed_layer(case):
     torch.testing.assert_close(trained.quantized_weight(), packed.dequantized(), rtol=0, atol=0)
     # Quantization is not what rounding is: the dense layer is far away.
     assert float((exact - wanted).abs().max()) > 1e-2
-
-
-def test_windows_in_pieces_give_the_same(monkeypatch):
-    torch.manual_seed(0)
-    _, trained = both(nn.Conv2d(32, 24, 3, padding=1), SCHEMES["token"])
-    x = torch.randn(5, 32, 9, 7)
-    whole = trained(x)
-    monkeypatch.setattr(straight_through_estimator, "WINDOW_ELEMENTS", 2 * 9 * 7 * 32 * 9)
-    torch.testing.assert_close(trained(x), whole, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", turned(SCHEMES, LAYERS, times=2))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,9 @@ from quantkit.models.source import open_model
 from quantkit.packing.pack_model import pack
 from quantkit.pipelines.running import choose_device, load_pipeline
 from quantkit.progress import silent
+from quantkit.recipe.layer_recipes import WeightRecipe
 from quantkit.recipe.load import load_recipe
-from quantkit.recipe.schema import SparsityRecipe
+from quantkit.recipe.schema import Recipe, SparsityRecipe
 from quantkit.recovery.distill import student_training
 from quantkit.recovery.distill.distillation import (
     Look,
@@ -56,6 +58,7 @@ from tests.support.pipelines import tiny_sd15_pipeline
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FP8 = load_recipe("fp8")
+INT4 = Recipe(name="int4", weight=WeightRecipe(format="int4", observer="mse"), data_free=True)
 SPARSE = FP8.model_copy(update={"sparsity": SparsityRecipe()})
 PROMPTS = ("a red cat", "two dogs", "a house")
 SHORT = DistillSettings(
@@ -80,9 +83,9 @@ def _points_are_many(monkeypatch):
 
 @pytest.fixture(scope="module")
 def packed(pipeline_dir, tmp_path_factory):
-    """The tiny pipeline in FP8."""
-    path = tmp_path_factory.mktemp("packed") / "fp8"
-    pack(open_model(str(pipeline_dir)), FP8, path, calibration=None, masks=None, threads=1,
+    """The tiny pipeline in INT4, which training has much to gain in."""
+    path = tmp_path_factory.mktemp("packed") / "int4"
+    pack(open_model(str(pipeline_dir)), INT4, path, calibration=None, masks=None, threads=1,
          force=False, progress=silent)  # fmt: skip
     return open_packed(path)
 
@@ -92,7 +95,7 @@ def run(model, masks, settings, *, packed=None, save=None, watch=ignore, show=ig
     return recover(task, settings, progress=silent, save=save, watch=watch, show=show)
 
 
-def test_loss_of_dense_fp8_is_what_packing_costs(model, packed):
+def test_loss_of_a_packed_model_is_what_packing_costs(model, packed):
     few = replace(SHORT, steps=1, rate=1e-30, trajectories=2)
     found = run(model, None, few, packed=packed).points[0].loss
     pipe = load_pipeline(model, choose_device("cpu"))
@@ -103,15 +106,17 @@ def test_loss_of_dense_fp8_is_what_packing_costs(model, packed):
         answer = pipe.unet(**bank.template.arguments(rows))[0]
     wanted = float((answer - answers).square().mean())
     assert wanted > 1e-4
-    # FP8 makes much of small differences: sums in another order move single inputs to other codes,
-    # and this is one batch. With torch 2.15 on an EPYC the two are 15 % apart.
-    assert found == pytest.approx(wanted, rel=0.3)
+    # Sums in another order move single inputs to other codes, and this is one batch.
+    assert found == pytest.approx(wanted, rel=0.1)
 
 
 def test_codes_scales_and_biases_are_what_is_trained(model, packed):
-    gentle = replace(SHORT, steps=20, batch=4, average=0.8, rate=1e-4)
-    result = run(model, None, gentle, packed=packed)
-    assert result.points[-1].loss < 0.9 * result.points[0].loss
+    few = replace(
+        SHORT, steps=40, batch=8, rate=3e-3, refresh=100
+    )  # the same calls again and again
+    result = run(model, None, few, packed=packed)
+    losses = [point.loss for point in result.points]
+    assert fmean(losses[-3:]) < 0.5 * losses[0]
     unet = packed.components[0]
     moved = dict.fromkeys(("weight", "weight_scale", "bias"), 0)
     for name, value in result.weights.items():
