@@ -1,13 +1,12 @@
 """Stage 4: the UNet on latents of fresh pictures, with the text states of the frozen CLIP."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from quantkit.eval.world.scenes import draw_scenes
 from torch import Generator, Tensor
 from torch.nn import functional
 
+from docs.training.latent_bank import LatentBank, fill_bank
 from docs.training.tokens import MAX_LENGTH, CaptionEncoder
 from docs.training.train_common import (
     HELD_OUT_SEED,
@@ -16,7 +15,6 @@ from docs.training.train_common import (
     frozen,
     train,
 )
-from docs.training.train_vae import load_vae
 from docs.training.world_models import (
     LATENT_CHANNELS,
     LATENT_SIDE,
@@ -25,28 +23,8 @@ from docs.training.world_models import (
 )
 
 PLAN = TrainingPlan(steps=9500, batch=512, rate=4e-4, warm_up=500, momentum=(0.9, 0.99))
-#: Pictures whose latents are computed once and drawn from: each is seen about seven times, every
-#: time with new noise, at a tenth of the cost of encoding a new one.
-_BANK = 655_360
-_CHUNK = 2048
 #: Share of captions replaced by the empty one, which guidance subtracts.
 _DROPPED = 0.1
-
-
-@dataclass(frozen=True)
-class _Bank:
-    """Latent distributions and captions of a fixed set of pictures."""
-
-    mean: Tensor  #: (n, 4, 16, 16) float16, in the scale of the UNet
-    deviation: Tensor  #: likewise
-    ids: Tensor  #: (n, 32) int16 token ids
-
-    def draw(self, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Return ``count`` random latents in float32 and their token ids in int64."""
-        device = self.mean.device
-        rows = torch.randint(len(self.mean), (count,), generator=generator, device=device)
-        noise = torch.randn((count, *self.mean.shape[1:]), generator=generator, device=device)
-        return self.mean[rows] + self.deviation[rows] * noise, self.ids[rows].long()
 
 
 def train_unet(options: Options) -> dict[str, Any]:
@@ -55,7 +33,7 @@ def train_unet(options: Options) -> dict[str, Any]:
     torch.manual_seed(options.seed)
     generator = options.generator(4)
     text = _load_text(options).to(device)
-    bank = _fill_bank(options, generator)
+    bank = fill_bank(options, generator)
     model = build_unet().to(device, memory_format=torch.channels_last).train()
     run, read = options.compile(model), options.compile(text)
     kept = build_scheduler().alphas_cumprod.to(device)
@@ -123,25 +101,5 @@ def _load_text(options: Options) -> Any:
     return CLIPTextModel.from_pretrained(folder).float().eval().requires_grad_(False)
 
 
-def _fill_bank(options: Options, generator: Generator) -> _Bank:
-    count = max(_CHUNK // 8, round(_BANK * options.scale))
-    chunk = max(8, round(_CHUNK * options.batch_scale))
-    paint, words = options.painter(), CaptionEncoder.of_world()
-    means, deviations, ids = [], [], []
-    with frozen(load_vae(options.out / "pipeline" / "vae", options.device)) as model:
-        scale = model.config.scaling_factor
-        encode = options.compile(model.encode)
-        for _ in range(-(-count // chunk)):
-            scenes = draw_scenes(chunk, generator)
-            with torch.autocast(
-                options.device.type, torch.bfloat16, enabled=options.device.type == "cuda"
-            ):
-                moments = encode(paint(scenes, generator)).latent_dist
-            means.append((moments.mean * scale).half())
-            deviations.append((moments.std * scale).half())
-            ids.append(words.encode(scenes).to(torch.int16))
-    return _Bank(torch.cat(means), torch.cat(deviations), torch.cat(ids))
-
-
-def _spread(bank: _Bank, generator: Generator) -> float:
+def _spread(bank: LatentBank, generator: Generator) -> float:
     return bank.draw(min(4096, len(bank.mean)), generator)[0].std().item()

@@ -111,6 +111,28 @@ def build_unet() -> Any:
     )
 
 
+def build_mmdit() -> Any:
+    """Return an untrained SD3Transformer2DModel: 6 joint blocks, 5 heads of 32 channels."""
+    from diffusers import SD3Transformer2DModel
+
+    heads, channels = 5, 32
+    return SD3Transformer2DModel(
+        sample_size=LATENT_SIDE,
+        patch_size=2,
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_layers=6,
+        attention_head_dim=channels,
+        num_attention_heads=heads,
+        caption_projection_dim=heads * channels,
+        # Of two text encoders, whose states stand next to each other.
+        joint_attention_dim=2 * _TEXT_WIDTH,
+        pooled_projection_dim=2 * _TEXT_WIDTH,
+        pos_embed_max_size=LATENT_SIDE // 2,
+        qk_norm="rms_norm",
+    )
+
+
 def build_scheduler() -> Any:
     """Return the DDIM scheduler of training and of sampling: v-prediction, zero terminal SNR.
 
