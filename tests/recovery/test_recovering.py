@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +22,7 @@ import quantkit
 from quantkit.checkpoint.reader import open_packed
 from quantkit.cli.recover_command import recover as recover_command
 from quantkit.cli.sparsify_command import sparsify as sparsify_command
-from quantkit.errors import ArtefactError, InputError, OutputError, RecipeError
+from quantkit.errors import ArtefactError, CheckpointError, InputError, OutputError, RecipeError
 from quantkit.models.source import open_model
 from quantkit.packing.pack_model import pack
 from quantkit.pipelines.running import choose_device, load_pipeline
@@ -487,6 +488,19 @@ def test_command_trains_a_packed_model(pipeline_dir, packed, tmp_path):
     first, last = (f"{report['looks'][i]['value']:.4f}" for i in (0, -1))
     assert f"SSIM {first} -&gt; {last}, {report['change']}, from step 0 to 2." in page
     assert not quantkit.verify(tmp_path / "out").breaches
+
+
+def test_a_damaged_packed_model_is_refused_before_it_is_trained(pipeline_dir, packed, tmp_path):
+    shutil.copytree(packed.path, tmp_path / "damaged")
+    file = next((tmp_path / "damaged" / "unet").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    out = tmp_path / "out"
+    result = command(pipeline_dir, "--packed", tmp_path / "damaged", "-o", out, *FEW)
+    assert isinstance(result.exception, CheckpointError)
+    assert file.name in str(result.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
 def test_command_trains_with_masks_and_resumes(pipeline_dir, tmp_path, monkeypatch):
