@@ -61,12 +61,10 @@ class Timesteps(nn.Module):
 class TrainedLayer(nn.Module):
     """The base of TrainedLinear and TrainedConv2d: codes, scales, and the weight they make."""
 
-    meta: Tensor | None
-    factors: Tensor | None
-    smooth: Tensor | None
-    input_scale: Tensor | None
     start: Tensor
     edges: Tensor
+    #: of each bucket, where there are any
+    input_scales: Tensor
 
     def __init__(
         self,
@@ -96,15 +94,11 @@ class TrainedLayer(nn.Module):
         #: logarithm of what the scale is multiplied by
         self.growth = nn.Parameter(torch.zeros_like(scale))
         self.bias = dense.bias
-        for name, value in (
-            ("meta", given.get("weight_meta")),
-            ("factors", given.get("weight_group")),
-            ("smooth", given.get("input_smooth")),
-            ("input_scale", given.get("input_scale")),
-            ("start", scale),
-            ("edges", torch.tensor(scheme.buckets, dtype=torch.float64, device=device)),
-        ):
-            self.register_buffer(name, value, persistent=False)
+        self.register_buffer("start", scale, persistent=False)
+        if scheme.buckets:
+            edges = torch.tensor(scheme.buckets, dtype=torch.float64, device=device)
+            self.register_buffer("edges", edges, persistent=False)
+            self.register_buffer("input_scales", given["input_scale"], persistent=False)
         # A tuple hides it from the module tree: its parameters are not those that are trained.
         self._hidden = (_layer_of(dense, scheme, given),)
 
@@ -130,10 +124,11 @@ class TrainedLayer(nn.Module):
     def quantized_weight(self) -> Tensor:
         """Return the dequantized weight, float32, in the dense layer's shape."""
         rows = self.rounded_codes()
-        if self.factors is not None:
-            rows = rows * self.factors.repeat_interleave(rows.shape[1] // self.factors.shape[1], 1)
-        if self.meta is not None:
-            rows = unpack_two_of_four(rows, self.meta)
+        factors, meta = (self._layer.part(name) for name in ("weight_group", "weight_meta"))
+        if factors is not None:
+            rows = (rows.reshape(*factors.shape, -1) * factors.unsqueeze(-1)).reshape(rows.shape)
+        if meta is not None:
+            rows = unpack_two_of_four(rows, meta)
         wide = expand_scale(self.scale(), self.scheme.granularity, rows.shape[1])
         return from_rows(rows * wide, self.shape)
 
@@ -149,7 +144,7 @@ class TrainedLayer(nn.Module):
     @property
     def _nibbles(self) -> int:
         """The number of codes along a row that are packed together."""
-        return GROUP // 2 if self.meta is not None else GROUP
+        return GROUP // 2 if self.scheme.sparsity is not None else GROUP
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the packed layer of these codes gives for an input."""
@@ -167,8 +162,7 @@ class TrainedLayer(nn.Module):
             y: Tensor = self._layer(x)
             return y
         # The layer has a scale of one and no bias, since the rows' scales differ.
-        assert self.input_scale is not None
-        scale = self.input_scale[self.timesteps[0].buckets(self.edges, len(x))]
+        scale = self.input_scales[self.timesteps[0].buckets(self.edges, len(x))]
         scale = scale.reshape(-1, *[1] * (x.ndim - 1))
         y = self._layer(x.float() / scale) * scale
         return self._biased(y).to(x.dtype)
@@ -186,10 +180,10 @@ class TrainedLayer(nn.Module):
 
     def _smoothed(self, x: Tensor) -> Tensor:
         """Return what meets the weight, of an input; of its gradient, that of the input."""
-        if self.smooth is None:
+        smooth = self._layer.part("input_smooth")
+        if smooth is None:
             return x
-        smooth = self.smooth.reshape(-1, 1, 1) if len(self.shape) == 4 else self.smooth
-        return (x * smooth).to(x.dtype)
+        return (x * (smooth.reshape(-1, 1, 1) if len(self.shape) == 4 else smooth)).to(x.dtype)
 
 
 class TrainedLinear(TrainedLayer):
@@ -364,9 +358,9 @@ def _layer_of(
 ) -> PackedLayer:
     """Return a packed layer of these tensors; its bias shares the dense layer's memory."""
     layer = pack_module("", replace(scheme, buckets=()), dense, None)
-    # Its own memory, since codes and scales are written there.
     for part, value in parts.items():
-        layer.fill(part, value.clone())
+        # Codes and scales are written there in each step.
+        layer.fill(part, value.clone() if part in ("weight", "weight_scale") else value)
     if scheme.buckets:
         layer.bias = None
         layer.fill("input_scale", torch.ones((), device=dense.weight.device))

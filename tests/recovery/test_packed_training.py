@@ -125,7 +125,8 @@ def test_gradients_are_those_of_the_layer_with_the_quantized_weight(case):
 def plain(trained, x, weight):
     """The layer in torch's operators alone, with a given weight and no rounding of inputs."""
     channels = x.shape[1] if x.ndim == 4 else x.shape[-1]
-    smooth = torch.ones(channels) if trained.smooth is None else trained.smooth
+    given = trained._layer.part("input_smooth")
+    smooth = torch.ones(channels) if given is None else given
     if x.ndim != 4:
         return functional.linear(x * smooth, weight, trained.bias)
     z = functional.pad(x * smooth.reshape(-1, 1, 1), trained.padding)
