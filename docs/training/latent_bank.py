@@ -16,6 +16,8 @@ from docs.training.train_vae import load_vae
 
 _PICTURES = 655_360
 _CHUNK = 2048
+#: Share of captions replaced by the empty one.
+_DROPPED = 0.1
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,21 @@ class LatentBank:
     """Latent distributions and captions of a fixed set of pictures."""
 
     mean: Tensor  #: (n, 4, 16, 16) float16, in the scale of the denoiser
-    deviation: Tensor  #: likewise
+    deviation: Tensor  #: of the same shape and dtype
     ids: Tensor  #: (n, 32) int16 token ids
+    empty: Tensor  #: (1, 32) int64 token ids of the empty caption
 
     def draw(self, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Return ``count`` random latents in float32 and their token ids in int64."""
+        """Return ``count`` random latents in float32 and the token ids of captions in int64.
+
+        A tenth of the captions is the empty one, which guidance subtracts.
+        """
         device = self.mean.device
         rows = torch.randint(len(self.mean), (count,), generator=generator, device=device)
         noise = torch.randn((count, *self.mean.shape[1:]), generator=generator, device=device)
-        return self.mean[rows] + self.deviation[rows] * noise, self.ids[rows].long()
+        chance = torch.rand(count, 1, generator=generator, device=device)
+        ids = torch.where(chance < _DROPPED, self.empty, self.ids[rows].long())
+        return self.mean[rows] + self.deviation[rows] * noise, ids
 
 
 def fill_bank(options: Options, generator: Generator) -> LatentBank:
@@ -52,4 +60,5 @@ def fill_bank(options: Options, generator: Generator) -> LatentBank:
             means.append((moments.mean * scale).half())
             deviations.append((moments.std * scale).half())
             ids.append(words.encode(scenes).to(torch.int16))
-    return LatentBank(torch.cat(means), torch.cat(deviations), torch.cat(ids))
+    empty = words.empty(1, options.device)
+    return LatentBank(torch.cat(means), torch.cat(deviations), torch.cat(ids), empty)

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from docs.training.latent_bank import fill_bank
-from docs.training.tokens import MAX_LENGTH, CaptionEncoder
+from docs.training.tokens import MAX_LENGTH
 from docs.training.train_common import Options, TrainingPlan, train
 from docs.training.world_models import build_mmdit
 
 PLAN = TrainingPlan(steps=11_000, batch=256, rate=6e-4, warm_up=500, momentum=(0.9, 0.99))
-#: Share of captions replaced by the empty one, which guidance subtracts.
-_DROPPED = 0.1
 #: Tokens of the T5, which are all zero.
 _EMPTY_TOKENS = 256
 
@@ -52,13 +50,11 @@ def train_mmdit(options: Options) -> dict[str, Any]:
     bank = fill_bank(options, generator)
     model = build_mmdit().to(device).train()
     run, read = options.compile(model), options.compile(text)
-    empty = CaptionEncoder.of_world().empty(1, device)
 
     def draw_loss() -> Tensor:
         latents, ids = bank.draw(plan.batch, generator)
-        chance = torch.rand(plan.batch, 1, generator=generator, device=device)
         with torch.no_grad():
-            states, pooled = read(torch.where(chance < _DROPPED, empty, ids))
+            states, pooled = read(ids)
         noise = torch.randn(latents.shape, generator=generator, device=device)
         # More of the middle, where the answer is hardest (Esser et al. 2024, arXiv:2403.03206).
         sigma = torch.randn(plan.batch, generator=generator, device=device).sigmoid()

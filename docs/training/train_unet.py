@@ -7,7 +7,7 @@ from torch import Generator, Tensor
 from torch.nn import functional
 
 from docs.training.latent_bank import LatentBank, fill_bank
-from docs.training.tokens import MAX_LENGTH, CaptionEncoder
+from docs.training.tokens import MAX_LENGTH
 from docs.training.train_common import (
     HELD_OUT_SEED,
     Options,
@@ -23,8 +23,6 @@ from docs.training.world_models import (
 )
 
 PLAN = TrainingPlan(steps=9500, batch=512, rate=4e-4, warm_up=500, momentum=(0.9, 0.99))
-#: Share of captions replaced by the empty one, which guidance subtracts.
-_DROPPED = 0.1
 
 
 def train_unet(options: Options) -> dict[str, Any]:
@@ -37,13 +35,11 @@ def train_unet(options: Options) -> dict[str, Any]:
     model = build_unet().to(device, memory_format=torch.channels_last).train()
     run, read = options.compile(model), options.compile(text)
     kept = build_scheduler().alphas_cumprod.to(device)
-    empty = CaptionEncoder.of_world().empty(1, device)
 
     def draw_loss() -> Tensor:
         latents, ids = bank.draw(plan.batch, generator)
-        chance = torch.rand(plan.batch, 1, generator=generator, device=device)
         with torch.no_grad():
-            states = read(input_ids=torch.where(chance < _DROPPED, empty, ids)).last_hidden_state
+            states = read(input_ids=ids).last_hidden_state
         noise = torch.randn(latents.shape, generator=generator, device=device)
         steps = torch.randint(len(kept), (plan.batch,), generator=generator, device=device)
         signal, disturbance = (

@@ -19,9 +19,10 @@ from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.torch_dtypes import FLOAT_DTYPES
 from quantkit.device.backends import Backend, use
 from quantkit.errors import ModelError
-from quantkit.inference.layers.modules import pack_module
+from quantkit.inference.layers.modules import PackedConv2d, pack_module, smoothed
 from quantkit.inference.layers.packed_layer import PackedLayer
 from quantkit.models.skeleton import why_not_packed
+from quantkit.numerics.conv_windows import Windows
 from quantkit.numerics.nibbles import GROUP, pack_nibbles, unpack_nibbles
 from quantkit.numerics.packed_2to4 import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import cast, expand_scale
@@ -111,11 +112,15 @@ class TrainedLayer(nn.Module):
     def _unit(self) -> float:
         return _REACH * self.scheme.weight.max
 
-    def rounded_codes(self) -> Tensor:
-        """Return the nearest codes, float32; their gradient is that of numbers in their range."""
+    def rounded_codes(self) -> tuple[Tensor, Tensor]:
+        """Return the nearest codes: in their own dtype, and in float32.
+
+        The gradient of the second is that of numbers in their range.
+        """
         fmt = self.scheme.weight
         latent = (self.codes.float() * self._unit).clamp(fmt.min, fmt.max)
-        return latent + (cast(latent, fmt).float() - latent).detach()
+        codes = cast(latent.detach(), fmt)
+        return codes, latent + (codes.float() - latent).detach()
 
     def scale(self) -> Tensor:
         """Return the scales of the weight, float32."""
@@ -123,23 +128,28 @@ class TrainedLayer(nn.Module):
 
     def quantized_weight(self) -> Tensor:
         """Return the dequantized weight, float32, in the dense layer's shape."""
-        rows = self.rounded_codes()
+        return self._dequantized(self.rounded_codes()[1], self.scale())
+
+    def _dequantized(self, rows: Tensor, scale: Tensor) -> Tensor:
         factors, meta = (self._layer.part(name) for name in ("weight_group", "weight_meta"))
         if factors is not None:
             rows = (rows.reshape(*factors.shape, -1) * factors.unsqueeze(-1)).reshape(rows.shape)
         if meta is not None:
             rows = unpack_two_of_four(rows, meta)
-        wide = expand_scale(self.scale(), self.scheme.granularity, rows.shape[1])
+        wide = expand_scale(scale, self.scheme.granularity, rows.shape[1])
         return from_rows(rows * wide, self.shape)
 
     @torch.no_grad()
     def packed(self) -> dict[str, Tensor]:
         """Return the trained tensors of FORMAT.md, by the last part of their names."""
-        fmt = self.scheme.weight
-        codes = cast(self.codes.float() * self._unit, fmt)
-        scale = torch.where(_has_codes(codes.float(), self.start), self.scale(), 1.0)
-        stored = codes if fmt.codes_per_byte == 1 else pack_nibbles(codes, self._nibbles)
-        return {"weight": stored, "weight_scale": scale}
+        return self._stored(self.rounded_codes()[0], self.scale())
+
+    def _stored(self, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        one_byte = self.scheme.weight.codes_per_byte == 1
+        return {
+            "weight": codes if one_byte else pack_nibbles(codes, self._nibbles),
+            "weight_scale": torch.where(_has_codes(codes.float(), self.start), scale, 1.0),
+        }
 
     @property
     def _nibbles(self) -> int:
@@ -148,12 +158,14 @@ class TrainedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the packed layer of these codes gives for an input."""
+        (codes, rows), scale = self.rounded_codes(), self.scale()
         with torch.no_grad():
-            for part, value in self.packed().items():
+            for part, value in self._stored(codes, scale).items():
                 held = self._layer.part(part)
                 assert held is not None
                 held.copy_(value.reshape(held.shape).to(held.dtype))
-        y: Tensor = StraightThrough.apply(x, self.quantized_weight(), self.bias, self)
+        weight = self._dequantized(rows, scale)
+        y: Tensor = StraightThrough.apply(x, weight, self.bias, self)
         return y
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -180,10 +192,7 @@ class TrainedLayer(nn.Module):
 
     def _smoothed(self, x: Tensor) -> Tensor:
         """Return what meets the weight, of an input; of its gradient, that of the input."""
-        smooth = self._layer.part("input_smooth")
-        if smooth is None:
-            return x
-        return (x * (smooth.reshape(-1, 1, 1) if len(self.shape) == 4 else smooth)).to(x.dtype)
+        return smoothed(x, self._layer.part("input_smooth"), is_picture=len(self.shape) == 4)
 
 
 class TrainedLinear(TrainedLayer):
@@ -204,23 +213,23 @@ class TrainedLinear(TrainedLayer):
 class TrainedConv2d(TrainedLayer):
     """A Conv2d over (B, C, H, W) that computes as PackedConv2d does."""
 
-    def __init__(self, dense: nn.Conv2d, *given: Any) -> None:
-        super().__init__(dense, *given)
-        self.stride = dense.stride
-        self.dilation = dense.dilation
-        #: left, right, top, bottom, as ``functional.pad`` takes them; covers padding="same"
-        self.padding = tuple(dense._reversed_padding_repeated_twice)  # noqa: SLF001  the only place that resolves "same"
+    @property
+    def windows(self) -> Windows:
+        """The windows of the packed layer."""
+        assert isinstance(self._layer, PackedConv2d)
+        return self._layer.windows
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return (B, C, H, W), (N, C, kh, kw) and (N,) of (B, N, OH, OW)."""
-        padded = functional.pad(self._smoothed(x), self.padding)
+        windows = self.windows
+        padded = functional.pad(self._smoothed(x), windows.padding)
         by_x, by_weight, _ = torch.ops.aten.convolution_backward(
-            grad, padded, weight, None, self.stride, (0, 0), self.dilation,
+            grad, padded, weight, None, windows.stride, (0, 0), windows.dilation,
             False, (0, 0), 1, (*needed[:2], False),
         )  # fmt: skip
-        cropped = [-amount for amount in self.padding]
+        cropped = [-amount for amount in windows.padding]
         return (
             self._smoothed(functional.pad(by_x, cropped)) if needed[0] else None,
             by_weight,

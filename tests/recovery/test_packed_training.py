@@ -129,14 +129,15 @@ def plain(trained, x, weight):
     smooth = torch.ones(channels) if given is None else given
     if x.ndim != 4:
         return functional.linear(x * smooth, weight, trained.bias)
-    z = functional.pad(x * smooth.reshape(-1, 1, 1), trained.padding)
-    return functional.conv2d(z, weight, trained.bias, trained.stride, 0, trained.dilation)
+    windows = trained.windows
+    z = functional.pad(x * smooth.reshape(-1, 1, 1), windows.padding)
+    return functional.conv2d(z, weight, trained.bias, windows.stride, 0, windows.dilation)
 
 
 def test_gradients_of_codes_and_scales_are_those_of_lsq():
     torch.manual_seed(0)
     _, trained = both(nn.Linear(64, 24), SCHEMES["int8-static"])
-    codes = trained.rounded_codes().detach()
+    codes = trained.rounded_codes()[1].detach()
     cost = torch.randn(24, 64)
     (trained.quantized_weight() * cost).sum().backward()
     scale = trained.scale().detach()

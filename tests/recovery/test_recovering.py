@@ -112,9 +112,8 @@ def test_loss_of_a_packed_model_is_what_packing_costs(model, packed):
 
 
 def test_codes_scales_and_biases_are_what_is_trained(model, packed):
-    few = replace(
-        SHORT, steps=40, batch=8, rate=3e-3, refresh=100
-    )  # the same calls again and again
+    # The same calls again and again.
+    few = replace(SHORT, steps=40, batch=8, rate=3e-3, refresh=100)
     result = run(model, None, few, packed=packed)
     losses = [point.loss for point in result.points]
     assert fmean(losses[-3:]) < 0.5 * losses[0]

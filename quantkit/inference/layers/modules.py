@@ -76,7 +76,7 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
         if isinstance(x, QuantizedInput):
             return self._multiply(x[:2], x.dtype).reshape(*x.shape[:-1], self.n)
         if self.scheme.activation is Activation.NONE:
-            return self._weight_only_forward(_smoothed(x, self.input_smooth))
+            return self._weight_only_forward(smoothed(x, self.input_smooth))
         rows = x.reshape(-1, self.k).contiguous()
         y = self._multiply(self._quantize(rows), x.dtype).reshape(*x.shape[:-1], self.n)
         if key is not None:
@@ -279,9 +279,9 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc, override]  # a
         return self._multiply((codes.reshape(pixels.shape), scale), dtype, self.windows)
 
     def _dequantized_forward(self, x: Tensor) -> Tensor:
-        smooth = None if self.input_smooth is None else self.input_smooth.reshape(-1, 1, 1)
         windows = self.windows
-        padded = functional.pad(_smoothed(x, smooth), windows.padding)
+        wide = smoothed(x, self.input_smooth, is_picture=True)
+        padded = functional.pad(wide, windows.padding)
         weight = self.dequantized().to(x.dtype)
         steps = (windows.stride, 0, windows.dilation)
         return functional.conv2d(padded, weight, _as(self.bias, x), *steps)
@@ -323,8 +323,17 @@ def _is_alone(layer: nn.Module) -> bool:
     )
 
 
-def _smoothed(x: Tensor, smooth: Tensor | None) -> Tensor:
-    return x if smooth is None else (x.float() * smooth).to(x.dtype)
+def smoothed(x: Tensor, smooth: Tensor | None, *, is_picture: bool = False) -> Tensor:
+    """Return an input times its smoothing, in the input's dtype.
+
+    Args:
+        x: (..., K), or a picture (B, C, H, W).
+        smooth: float32 (K,) or (C,), or None for ones.
+        is_picture: channels are the third axis from the end.
+    """
+    if smooth is None:
+        return x
+    return (x.float() * (smooth.reshape(-1, 1, 1) if is_picture else smooth)).to(x.dtype)
 
 
 def _as(bias: Tensor | None, x: Tensor) -> Tensor | None:
