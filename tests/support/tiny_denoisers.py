@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 
+from quantkit.bench.kernels.compiled_blocks import blocks_of
 from quantkit.bench.models.denoiser_inputs import first_tensor, make_inputs
+from quantkit.models.attention_modules import attention_modules
 from tests.support.denoiser_classes import Row
 
 
@@ -31,8 +33,7 @@ def answer(model: Any) -> torch.Tensor:
 
 
 def compile_a_block(model):
-    """Compile one of the blocks that a model repeats into one graph: all of them take seconds."""
+    """Compile the first block with attention into one graph: all of them take seconds."""
     torch._dynamo.reset()
-    repeated = type(model)._repeated_blocks
-    block = next(module for module in model.modules() if type(module).__name__ in repeated)
+    block = next(block for block in blocks_of(model).values() if any(attention_modules(block)))
     block.compile(fullgraph=True, backend="eager")

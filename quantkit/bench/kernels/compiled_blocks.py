@@ -32,7 +32,7 @@ def compile_blocks(model: nn.Module) -> nn.Module:
     model = with_shared_weights(model)
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _MOST_SIZES)
-    blocks = _blocks(model)
+    blocks = blocks_of(model)
     if not blocks:
         name = type(model).__name__
         raise ModelError(f"{name}: no list of blocks; `--compile whole` compiles it in one piece")
@@ -43,11 +43,11 @@ def compile_blocks(model: nn.Module) -> nn.Module:
 
 def outside_blocks(model: nn.Module) -> frozenset[str]:
     """Return the modules that `compile_blocks` leaves as they are."""
-    blocks = tuple(f"{name}." for name in _blocks(model))
+    blocks = tuple(f"{name}." for name in blocks_of(model))
     return frozenset(n for n, _ in model.named_modules() if not f"{n}.".startswith(blocks))
 
 
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return a UNet's blocks, or the members of the lists that the model itself holds.
 
     diffusers' ``_repeated_blocks`` is empty for SD 3, PixArt and Sana.
