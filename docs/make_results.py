@@ -48,6 +48,11 @@ _IN_A_ROW = (
     "--contenders sparse-static-replayed --contenders fp8-static-fast-replayed "
     "--contenders sparse-static-fast-replayed"
 )
+_ATTENTION = (
+    "quantkit bench model --config {} --compile blocks --graph --in-a-row 20 --seconds 2 "
+    "--repeats 6 --profile --contenders f16-compiled --contenders int8-static-replayed "
+    "--contenders fp8-static-replayed --attention e4m3fn --attention int8 --static-scales"
+)
 MODELS = (
     Run(
         "h200-sdxl.json",
@@ -98,6 +103,17 @@ MODELS = (
         "--save h200-step-flux-quarter.json",
         "float16 is compiled by blocks and replayed, packed models are replayed.",
     ),
+    Run(
+        "h200-attention-sdxl.json",
+        "SDXL's UNet in INT8, attention on codes",
+        f"{_ATTENTION.format('sdxl')} --save h200-attention-sdxl.json",
+        "Codes of static scales; on Hopper those of int8, and those of each call, are not used.",
+    ),
+    Run(
+        "h200-attention-sd3.json",
+        "SD 3's transformer in INT8, attention on codes",
+        f"{_ATTENTION.format('sd3')} --save h200-attention-sd3.json",
+    ),
 )
 
 _DENSE, _PACKED = "f16-compiled", "int8-static-replayed"
@@ -111,11 +127,11 @@ _FAMILY_COMMAND = (
 )
 _FAMILIES = (
     f"## Families\n\n```console\n{_FAMILY_COMMAND}\n```\n\n"
-    "Milliseconds a step, twenty in a row, one run a family; `torchao` is its dynamic FP8. A "
-    "quarter has a quarter of\nthe blocks: `--config docs/notes/configs/NAME`. A dash: Chroma's "
-    "forward copies a tensor from the CPU, which no CUDA\ngraph of a compiled model takes; the "
-    "last two contenders of SD 1.5 were not ready after 100 s; the others ran without those that\n"
-    "show one. Peak memory in 16 bit is that of `f16`, where it ran, else of `f16-compiled`.\n"
+    "Milliseconds a step, many in a row, one run a family: twenty, ten for FLUX.2 and Z-Image, "
+    "five for Sana and Wan.\n`torchao` is its dynamic FP8. A quarter has a quarter of the blocks: "
+    "`--config docs/notes/configs/NAME`. Chroma's run\nhas no `--graph`: its forward copies a "
+    "tensor from the CPU, which no CUDA graph of a compiled model takes. SDXL's ran without\n"
+    "`f16`. Peak memory in 16 bit is that of `f16`, where it ran, else of `f16-compiled`.\n"
 )
 
 
