@@ -105,13 +105,13 @@ MODELS = (
     ),
     Run(
         "h200-attention-sdxl.json",
-        "SDXL's UNet in INT8, attention on codes",
+        "SDXL's UNet in INT8 and FP8, replayed, attention on codes",
         f"{_ATTENTION.format('sdxl')} --save h200-attention-sdxl.json",
-        "Codes of static scales; on Hopper those of int8, and those of each call, are not used.",
+        "Codes of e4m3fn by static scales; on Hopper attention on int8 is torch's.",
     ),
     Run(
         "h200-attention-sd3.json",
-        "SD 3's transformer in INT8, attention on codes",
+        "SD 3's transformer in INT8 and FP8, replayed, attention on codes",
         f"{_ATTENTION.format('sd3')} --save h200-attention-sd3.json",
     ),
 )
