@@ -156,6 +156,22 @@ def test_smoothed_input_has_the_scale_of_its_channels():
     assert float(scale) == pytest.approx(float((x * factor).abs().amax()) / 57344, rel=1e-6)
 
 
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_headroom_widens_the_scale_of_amax_alone(observer):
+    statistics = statistics_of(sample("gaussian"))
+    recipe = ActivationRecipe(mode="static", observer=observer)
+    plain = static_scale(statistics, recipe, FORMATS["int8"])
+    wide = static_scale(statistics, recipe, FORMATS["int8"], headroom=1.25)
+    assert float(wide) == pytest.approx(float(plain) * (1.25 if observer == "amax" else 1.0))
+
+
+def test_a_scale_with_headroom_is_a_power_of_two_where_asked():
+    recipe = ActivationRecipe(mode="static", observer="amax", scale="pow2")
+    statistics = statistics_of(torch.full((3, 8), 127 / 64))
+    scales = [static_scale(statistics, recipe, FORMATS["int8"], headroom=h) for h in (1.0, 1.15)]
+    assert [float(scale) for scale in scales] == [1 / 64, 1 / 32]
+
+
 def test_buckets_that_are_not_there_are_refused():
     recipe = ActivationRecipe(mode="static", buckets=2)
     with pytest.raises(RecipeError, match="has 1 buckets, which cannot be merged into 2"):

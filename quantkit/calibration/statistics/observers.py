@@ -25,6 +25,10 @@ INTEGER_CLIP_GRID = tuple(2.0 ** (-step / 16) for step in range(81))
 #: two steps of CLIP_GRID, since neighbours that see the same may differ by one.
 AUTO_TOLERANCE = 2.0**0.25
 
+#: Inputs of other prompts exceed the largest |x| of those that calibrated, and pictures whose
+#: inputs are clipped become others (docs/guides/calibrate.md). 1.3 loses by rounding what it gains.
+HEADROOM = 1.15
+
 #: Values that stand for one bin: half a code of e4m3 is wide enough to need more than its middle.
 _POINTS = 4
 
@@ -112,6 +116,7 @@ def static_scale(
     smooth: Tensor | None = None,
     *,
     edges: Sequence[float] = (),
+    headroom: float = 1.0,
 ) -> Tensor:
     """Return the static scale of a layer's input, one per timestep bucket.
 
@@ -121,6 +126,7 @@ def static_scale(
         fmt: the format of the layer's weight.
         smooth: (C,) factor the input is multiplied by, or None.
         edges: of the calibration.
+        headroom: what the largest |x| is multiplied by, where the observer is amax.
 
     Returns:
         float32, [] for one bucket or [buckets]; 1.0 where only zeros were seen, the largest of the
@@ -138,6 +144,8 @@ def static_scale(
         clip = clip_after(pooled, activation, fmt, smooth)
     # A layer may be called at some timesteps only; another prompt may call it at others.
     clip = torch.where(pooled.count > 0, clip, clip.max())
+    if activation.observer == "amax":
+        clip = clip * headroom
     scale = scale_of_amax(clip, fmt)
     if activation.scale == "pow2":
         # Upwards: a float loses little to a large scale, and much to clipping.
