@@ -1,6 +1,7 @@
 """Packed pipelines as ComfyUI's objects: a model, text encoders, a VAE."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -154,21 +155,24 @@ def _find_buckets(
 ) -> None:
     """Let a denoiser find the bucket of a step before it computes.
 
-    A hook of torch, for ComfyUI's wrappers of a denoiser are not called by all of its models.
+    By a forward of its own: ComfyUI's wrappers of a denoiser are not called by all of its models,
+    and a hook of torch runs outside of what is recorded, which would keep the first step's bucket.
 
     Args:
         denoiser: ComfyUI's, called with a picture and a timestep.
         buckets: of all edges of the model.
         convert: ComfyUI's timestep -> diffusers'; None: they are equal.
     """
-    found = tuple(buckets)
+    found, own = tuple(buckets), denoiser.forward
 
-    def find(_: nn.Module, args: tuple[Any, ...]) -> None:
+    @wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
         timestep = args[1] if convert is None else convert(args[1])
         for bucket in found:
             bucket.to(timestep.device).update(timestep)
+        return own(*args, **kwargs)
 
-    denoiser.register_forward_pre_hook(find)
+    vars(denoiser)["forward"] = forward
 
 
 def _encoder_folders(path: Path) -> Iterator[str]:

@@ -28,6 +28,7 @@ class ReplayedForward:
         """
         self._denoiser, self._device = denoiser, device
         self._step = Step(denoiser, device=device, obstacle=self._obstacle)
+        self._own = denoiser.forward
         self._step.own = self._on_copies
         # Other nodes ask what a model takes.
         self.__signature__ = self._step.__signature__
@@ -61,7 +62,7 @@ class ReplayedForward:
     def _on_copies(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own forward on containers of its own: models write to those, and pop."""
         copies = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
-        return type(self._denoiser).forward(self._denoiser, *copies[0], **copies[1])
+        return self._own(*copies[0], **copies[1])
 
 
 def replay_steps(denoiser: nn.Module, device: torch.device) -> ReplayedForward:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from quantkit.inference.layers.timestep_buckets import TimestepBuckets
 from quantkit.numerics.formats import INT8
 from quantkit.numerics.granularity import PerChannel
 from quantkit.numerics.scheme import Activation, Scheme
@@ -43,21 +44,28 @@ class Denoiser(nn.Module):
         return y + control["output"].pop() if control is not None else y
 
 
-@pytest.fixture
-def denoiser():
-    """A denoiser of ComfyUI whose steps are replayed, and what counts them."""
-    from quantkit.comfyui.operations import Surroundings, make_operations
-    from quantkit.comfyui.replaying import replay_steps
+def packed_denoiser(scheme, surroundings):
+    from quantkit.comfyui.operations import make_operations
 
     torch.manual_seed(0)
-    surroundings = Surroundings()
     with torch.inference_mode():
         model = Denoiser(make_operations(surroundings)).eval()
         state = dict(model.state_dict())
         for name in ("first", "second"):
-            state[f"{name}.weight"] = weight_of(SCHEME, model.dense)
+            state[f"{name}.weight"] = weight_of(scheme, model.dense)
             state[f"{name}.bias"] = torch.randn(64)
         model.load_state_dict(state)
+    return model
+
+
+@pytest.fixture
+def denoiser():
+    """A denoiser of ComfyUI whose steps are replayed, and what counts them."""
+    from quantkit.comfyui.operations import Surroundings
+    from quantkit.comfyui.replaying import replay_steps
+
+    surroundings = Surroundings()
+    model = packed_denoiser(SCHEME, surroundings)
     forward = replay_steps(model, torch.device("cpu"))
     surroundings.changes = forward.forget
     return model, forward
@@ -96,6 +104,26 @@ def test_steps_are_replayed_with_their_own_numbers(denoiser):
     assert not torch.equal(found[0], found[1])
     assert counts(forward) == (1, 2)
     assert not forward.replayed.eager
+
+
+def test_replayed_steps_have_the_scales_of_their_timestep():
+    from quantkit.comfyui.loading import _find_buckets
+    from quantkit.comfyui.operations import Surroundings
+    from quantkit.comfyui.replaying import replay_steps
+
+    edges = (-0.5, 0.5)
+    scheme = Scheme(INT8, PerChannel(), None, Activation.STATIC, edges)
+    buckets = TimestepBuckets(edges)
+    model = packed_denoiser(scheme, Surroundings({edges: buckets}))
+    _find_buckets(model, [buckets], None)
+    times = [torch.full((2,), time) for time in (0.9, 0.0, -0.9, 0.4)]
+    x = torch.randn(2, 5, 64)
+    with torch.inference_mode():
+        expected = [model(x, time) for time in times]
+        forward = replay_steps(model, torch.device("cpu"))
+        found = [model(x, time) for time in times]
+    assert all(map(is_near, found, expected))
+    assert counts(forward) == (1, 3)
 
 
 def test_layers_between_packed_ones_are_fused_in_inference_mode(denoiser, caplog):
@@ -182,7 +210,6 @@ def test_the_loader_replays_where_it_is_told_to(packed, replay):
     patcher = load_model(packed("sd3-buckets"), replay=replay)
     denoiser = patcher.model.diffusion_model
     assert patcher.is_static == replay
-    assert ("forward" in vars(denoiser)) == replay
     (buckets,) = patcher.options["custom_operations"].Linear.surroundings.buckets.values()
     denoiser(torch.zeros(1), torch.tensor([900.0]), context=None)
     assert int(buckets.index) == 2, "the bucket is found before the step"
