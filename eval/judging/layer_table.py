@@ -68,6 +68,8 @@ def describe(scheme: Scheme) -> str:
     parts.append(_INPUTS[scheme.activation])
     if scheme.buckets:
         parts[-1] += f" ({len(scheme.buckets) + 1} buckets)"
+    if scheme.token_below is not None:
+        parts[-1] += f", per token below timestep {scheme.token_below:g}"
     if scheme.smooth:
         parts.append("smoothed")
     return ", ".join(parts)

@@ -13,7 +13,7 @@ from quantkit.storage.jsonfile import DAMAGE, short
 
 _SCHEME_KEYS = ("weight", "granularity", "sparsity", "activation", "buckets", "smooth", "layers")
 #: Written where it says something.
-_OPTIONAL_KEYS = ("activation_format",)
+_OPTIONAL_KEYS = ("activation_format", "token_below")
 
 
 def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
@@ -26,6 +26,7 @@ def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
         "buckets": list(scheme.buckets) or None,
         "smooth": scheme.smooth,
         **({"activation_format": scheme.input.name} if _says_format(scheme) else {}),
+        **({} if scheme.token_below is None else {"token_below": scheme.token_below}),
     }
 
 
@@ -66,6 +67,7 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
         weight = find_format(_text(item["weight"]))
         activation = Activation(item["activation"])
         buckets = _parse_buckets(item["buckets"], activation)
+        token_below = _parse_token_below(item.get("token_below"), activation)
     except (InputError, *DAMAGE) as error:
         raise CheckpointError(f"{where}: {short(error)}") from error
     if item["sparsity"] not in (None, str(TWO_OF_FOUR)):
@@ -74,7 +76,7 @@ def parse_scheme(item: object, where: str) -> tuple[Scheme, tuple[str, ...]]:
         raise CheckpointError(f"{where}: smooth {item['smooth']!r:.80}, expected true or false")
     sparsity = TWO_OF_FOUR if item["sparsity"] else None
     smooth: bool = item["smooth"]
-    scheme = Scheme(weight, granularity, sparsity, activation, buckets, smooth)
+    scheme = Scheme(weight, granularity, sparsity, activation, buckets, smooth, token_below)
     try:
         _check_format(item.get("activation_format"), scheme)
         check_blocks(scheme)
@@ -134,6 +136,18 @@ def _parse_buckets(value: object, activation: Activation) -> tuple[float, ...]:
     if activation is not Activation.STATIC:
         raise CheckpointError(f"buckets with activation {activation.value!r}, expected 'static'")
     return edges
+
+
+def _parse_token_below(value: object, activation: Activation) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not isfinite(value):  # type: ignore[arg-type]  # a number
+        raise CheckpointError(f"token_below {value!r:.80}, expected a finite timestep")
+    if activation is not Activation.STATIC:
+        raise CheckpointError(
+            f"token_below with activation {activation.value!r}, expected 'static'"
+        )
+    return float(value)  # type: ignore[arg-type]  # a number
 
 
 def _parse_layers(value: object, where: str) -> tuple[str, ...]:

@@ -123,7 +123,9 @@ def contents_of(component: PackedComponent) -> Contents:
         tensors[f"{layer}.weight"] = component.records[layer].shape
     for spec in attention_tensors(component.config.attention):
         tensors.pop(spec.name, None)
-    packed = {layer: bool(scheme.buckets) for layer, scheme in component.config.layers.items()}
+    packed = {
+        layer: scheme.schedule is not None for layer, scheme in component.config.layers.items()
+    }
     return Contents(component.path, packed, tensors)
 
 

@@ -88,6 +88,8 @@ def _row(layer: "InspectedLayer") -> tuple[object, ...]:
     activation = told["activation"]
     if told["buckets"]:
         activation += f" x{len(told['buckets']) + 1}"
+    if "token_below" in told:
+        activation += f", token below {told['token_below']:g}"
     if told["smooth"]:
         alpha = layer.smooth_alpha
         activation += ", smooth" if alpha is None else f", smooth {alpha:g}"

@@ -1,7 +1,7 @@
 """Packed pipelines as ComfyUI's objects: a model, text encoders, a VAE."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.component import PackedComponent
 from quantkit.checkpoint.reader import open_packed
-from quantkit.comfyui.operations import Surroundings, make_operations
+from quantkit.comfyui.operations import Buckets, Surroundings, make_operations
 from quantkit.comfyui.replaying import replay_steps
 from quantkit.comfyui.weights import (
     denoiser_state,
@@ -21,11 +21,12 @@ from quantkit.comfyui.weights import (
     named_as_published,
 )
 from quantkit.errors import InputError, ModelError
-from quantkit.inference.layers.timestep_buckets import TimestepBuckets
+from quantkit.inference.layers.timestep_buckets import TimestepBuckets, stages_of
 from quantkit.interchange.comfyui_export import prediction_marks
 from quantkit.models.families import is_denoiser
 from quantkit.models.pipeline_index import scheduler_config
 from quantkit.models.source import shards_of, weight_files
+from quantkit.pipelines.step_stage import give_stages
 from quantkit.storage.jsonfile import read_json
 
 #: Class of a denoiser -> what ComfyUI calls the text encoders of its pipeline (``CLIPType``).
@@ -69,11 +70,8 @@ def load_model(path: Path, *, replay: bool) -> Any:
         ModelError: no layout is known for its class, or ComfyUI does not know the model.
     """
     component = _packed_denoiser(path)
-    buckets = {
-        edges: TimestepBuckets(edges)
-        for edges in {entry.scheme.buckets for entry in component.config.schemes}
-        if edges
-    }
+    schedules = {entry.scheme.schedule for entry in component.config.schemes}
+    buckets = {schedule: TimestepBuckets(schedule) for schedule in schedules if schedule}
     surroundings = Surroundings(buckets)
     state = {**denoiser_state(component), **_prediction_marks(path, component.class_name)}
     patcher = comfy.sd.load_diffusion_model_state_dict(
@@ -88,7 +86,7 @@ def load_model(path: Path, *, replay: bool) -> Any:
         )
     if buckets:
         convert = TIMESTEPS.get(component.class_name)
-        _find_buckets(patcher.model.diffusion_model, buckets.values(), convert)
+        _find_buckets(patcher.model.diffusion_model, buckets, partial(_timestep, convert))
     if replay:
         forward = replay_steps(patcher.model.diffusion_model, patcher.load_device)
         surroundings.changes = forward.forget
@@ -150,8 +148,8 @@ def _prediction_marks(path: Path, class_name: str) -> dict[str, Tensor]:
 
 def _find_buckets(
     denoiser: nn.Module,
-    buckets: Iterable[TimestepBuckets],
-    convert: Callable[[Tensor], Tensor] | None,
+    buckets: Buckets,
+    read: Callable[[Sequence[Any], Mapping[str, Any]], Tensor],
 ) -> None:
     """Let a denoiser find the bucket of a step before it computes.
 
@@ -160,19 +158,29 @@ def _find_buckets(
 
     Args:
         denoiser: ComfyUI's, called with a picture and a timestep.
-        buckets: of all edges of the model.
-        convert: ComfyUI's timestep -> diffusers'; None: they are equal.
+        buckets: of all schedules of the model.
+        read: returns the timestep of a call, as diffusers' model would be given it.
     """
-    found, own = tuple(buckets), denoiser.forward
+    give_stages(denoiser, stages_of(buckets, read))
+    own = denoiser.forward
 
     @wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        timestep = args[1] if convert is None else convert(args[1])
-        for bucket in found:
+        timestep = read(args, kwargs)
+        for bucket in buckets.values():
             bucket.to(timestep.device).update(timestep)
         return own(*args, **kwargs)
 
     vars(denoiser)["forward"] = forward
+
+
+def _timestep(
+    convert: Callable[[Tensor], Tensor] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Return the timestep of a call of ComfyUI's; without a conversion it is diffusers' own."""
+    del kwargs
+    given: Tensor = args[1]
+    return given if convert is None else convert(given)
 
 
 def _encoder_folders(path: Path) -> Iterator[str]:

@@ -16,9 +16,10 @@ from quantkit.comfyui.layout import is_packed, packed_layer, parts_of
 from quantkit.errors import InputError
 from quantkit.inference.layers.packed_layer import PackedLayer
 from quantkit.inference.layers.timestep_buckets import TimestepBuckets
+from quantkit.numerics.scheme import Schedule
 
-#: By edges, of the model that operations belong to.
-Buckets = Mapping[tuple[float, ...], TimestepBuckets]
+#: By schedule, of the model that operations belong to.
+Buckets = Mapping[Schedule, TimestepBuckets]
 
 
 @dataclass(eq=False)
@@ -177,7 +178,8 @@ class _Multiplier:
         params = weight.params
         parts = parts_of(weight._qdata, params)  # noqa: SLF001  its interface
         if self.layer is None:
-            buckets = module.surroundings.buckets.get(params.scheme.buckets or ())
+            schedule = params.scheme.schedule
+            buckets = None if schedule is None else module.surroundings.buckets.get(schedule)
             self.layer = packed_layer(parts, params, buckets, like=module)  # type: ignore[arg-type]
         elif weight is not self.weight:
             for part, tensor in parts.items():

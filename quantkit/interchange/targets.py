@@ -67,7 +67,7 @@ def holds_as_convolution(source: Denoiser, name: str, target: Target) -> bool:
 
 def _of_input(source: Denoiser, name: str, target: Target) -> Iterator[str]:
     scheme = source.schemes[name]
-    if scheme.buckets:
+    if scheme.schedule is not None:
         yield "input scales by timestep"
     if scheme.smooth:
         yield "a smoothed input"

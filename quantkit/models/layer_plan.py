@@ -226,6 +226,7 @@ class _Context:
             activation=activation,
             buckets=self._buckets(layer, settings.activation),
             smooth=self._smooth(layer, activation),
+            token_below=settings.activation.token_below,
         )
         return LayerPlan(layer, scheme, why_dense or why_wider, settings.weight)
 

@@ -20,6 +20,16 @@ class Activation(Enum):
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """The timesteps at which the quantization of an input changes."""
+
+    #: ascending timesteps that split the schedule; empty when one static scale serves all of it
+    edges: tuple[float, ...] = ()
+    #: the timestep below which each row has a scale of its own; None: there is none
+    token_below: float | None = None
+
+
+@dataclass(frozen=True)
 class Scheme:
     """One distinct treatment of layers."""
 
@@ -31,6 +41,14 @@ class Scheme:
     buckets: tuple[float, ...] = ()
     #: True when the layer carries an input_smooth vector
     smooth: bool = False
+    #: of a static input: the timestep below which each row has a scale of its own
+    token_below: float | None = None
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The timesteps at which the quantization of the input changes; None: it never does."""
+        found = Schedule(self.buckets, self.token_below)
+        return None if found == Schedule() else found
 
     @property
     def codes(self) -> NumberFormat:

@@ -97,7 +97,7 @@ def _judge_copies(model: Path, packed: Collection[str]) -> None:
 def _judge(plan: ComponentPlan) -> None:
     path = plan.component.path
     tensors = {n: i.shape for shard in plan.shards for n, i in shard.source.tensors.items()}
-    packed = {layer: bool(scheme.buckets) for layer, scheme in plan.config.layers.items()}
+    packed = {layer: scheme.schedule is not None for layer, scheme in plan.config.layers.items()}
     cure = "keep what is no layer in 16 bit (overrides: keep), or download the model again"
     skeleton = read_skeleton(path / "config.json", plan.component.class_name, tensors)
     for misfit in misfits(Contents(path, packed, tensors, cure), skeleton):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from quantkit.errors import RecipeError
 from quantkit.numerics.formats import find_format
@@ -82,6 +82,9 @@ class ActivationRecipe(Strict):
     scale: Literal["any", "pow2"] = "any"
     #: timestep buckets that have a static scale of their own: how many, their edges, or auto
     buckets: Annotated[Buckets, AfterValidator(ascending)] = 1
+    #: timestep below which each row has a scale of its own all the same: what the last step rounds
+    #: stays in the picture, what earlier ones round is mended by later ones
+    token_below: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
     def _powers_of_two_are_stored(self) -> "ActivationRecipe":
@@ -89,5 +92,14 @@ class ActivationRecipe(Strict):
             raise RecipeError(
                 f"activation.scale pow2 with mode {self.mode}: only static scales are stored; set "
                 "mode: static, or drop scale"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _other_steps_are_static(self) -> "ActivationRecipe":
+        if self.token_below is not None and self.mode != "static":
+            raise RecipeError(
+                f"activation.token_below {self.token_below:g} with mode {self.mode}: it is for "
+                "inputs with static scales; set mode: static, or drop token_below"
             )
         return self

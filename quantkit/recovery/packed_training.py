@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantkit.checkpoint.component import PackedComponent
+from quantkit.checkpoint.spec import PACKED_PARTS
 from quantkit.checkpoint.torch_dtypes import FLOAT_DTYPES
 from quantkit.device.backends import Backend, use
 from quantkit.errors import ModelError
@@ -26,7 +27,7 @@ from quantkit.numerics.conv_windows import Windows
 from quantkit.numerics.nibbles import GROUP, pack_nibbles, unpack_nibbles
 from quantkit.numerics.packed_2to4 import from_rows, unpack_two_of_four
 from quantkit.numerics.scales import cast, expand_scale
-from quantkit.numerics.scheme import Scheme
+from quantkit.numerics.scheme import Activation, Scheme
 
 #: A code's parameter is the code over this many of its largest: of the size that weights of
 #: networks have, so that one learning rate serves them, biases and norms.
@@ -66,6 +67,8 @@ class TrainedLayer(nn.Module):
     edges: Tensor
     #: of each bucket, where there are any
     input_scales: Tensor
+    #: float64 (1,): the timestep below which rows have scales of their own, where there is one
+    token_edge: Tensor
 
     def __init__(
         self,
@@ -100,8 +103,13 @@ class TrainedLayer(nn.Module):
             edges = torch.tensor(scheme.buckets, dtype=torch.float64, device=device)
             self.register_buffer("edges", edges, persistent=False)
             self.register_buffer("input_scales", given["input_scale"], persistent=False)
+        if scheme.token_below is not None:
+            edge = torch.tensor([scheme.token_below], dtype=torch.float64, device=device)
+            self.register_buffer("token_edge", edge, persistent=False)
+        layer = _layer_of(dense, scheme, given)
         # A tuple hides it from the module tree: its parameters are not those that are trained.
-        self._hidden = (_layer_of(dense, scheme, given),)
+        self._hidden = (layer,)
+        self._of_tokens = () if scheme.token_below is None else (_twin_of_tokens(dense, layer),)
 
     @property
     def _layer(self) -> PackedLayer:
@@ -170,6 +178,15 @@ class TrainedLayer(nn.Module):
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return the product of an input and the bias, in the input's dtype."""
+        y = self._static_product(x)
+        for layer in self._of_tokens:
+            are_tokens = self.timesteps[0].buckets(self.token_edge, len(x)) == 0
+            found = self._biased(layer(x.float())).to(x.dtype)
+            y = torch.where(are_tokens.reshape(-1, *[1] * (x.ndim - 1)), found, y)
+        return y
+
+    def _static_product(self, x: Tensor) -> Tensor:
+        """Return the product of an input with static scales, and the bias."""
         if not self.scheme.buckets:
             y: Tensor = self._layer(x)
             return y
@@ -366,7 +383,7 @@ def _layer_of(
     dense: nn.Linear | nn.Conv2d, scheme: Scheme, parts: Mapping[str, Tensor]
 ) -> PackedLayer:
     """Return a packed layer of these tensors; its bias shares the dense layer's memory."""
-    layer = pack_module("", replace(scheme, buckets=()), dense, None)
+    layer = pack_module("", replace(scheme, buckets=(), token_below=None), dense, None)
     for part, value in parts.items():
         # Codes and scales are written there in each step.
         layer.fill(part, value.clone() if part in ("weight", "weight_scale") else value)
@@ -374,6 +391,17 @@ def _layer_of(
         layer.bias = None
         layer.fill("input_scale", torch.ones((), device=dense.weight.device))
     return layer
+
+
+def _twin_of_tokens(dense: nn.Linear | nn.Conv2d, layer: PackedLayer) -> PackedLayer:
+    """Return a layer of the same memory whose rows have scales of their own, without a bias."""
+    twin = pack_module("", replace(layer.scheme, activation=Activation.TOKEN), dense, None)
+    for part in PACKED_PARTS:
+        value = layer.part(part)
+        if value is not None and part != "input_scale":
+            twin.fill(part, value.detach())
+    twin.bias = None
+    return twin
 
 
 def _output_dtype(x: Tensor) -> torch.dtype:

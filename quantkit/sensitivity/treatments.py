@@ -109,10 +109,10 @@ def activation_recipe(
         stored: timestep buckets of the calibration, which otherwise have a scale each.
     """
     buckets = base.buckets if base.mode == "static" else stored
+    changes: dict[str, object] = {"mode": treatment.activation.value, "buckets": buckets}
     if treatment.activation is not _STATIC:
-        buckets = 1
-    values = {**base.model_dump(), "mode": treatment.activation.value, "buckets": buckets}
-    return ActivationRecipe.model_validate(values)
+        changes |= {"buckets": 1, "token_below": None, "scale": "any"}
+    return ActivationRecipe.model_validate({**base.model_dump(), **changes})
 
 
 def scheme_of(

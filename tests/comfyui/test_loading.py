@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 import quantkit
 from quantkit.errors import CheckpointError, InputError, ModelError
 from quantkit.interchange.original_layouts import LAYOUTS
+from quantkit.numerics.scheme import Schedule
 from tests.comfyui.conftest import denoiser_of
 from tests.support import fake_comfy, pipelines
 
@@ -47,11 +49,13 @@ def test_a_step_finds_its_bucket(packed):
 
 
 def test_timesteps_are_converted_to_those_of_diffusers():
-    from quantkit.comfyui.loading import TIMESTEPS, _find_buckets
+    from quantkit.comfyui.loading import TIMESTEPS, _find_buckets, _timestep
     from quantkit.inference.layers.timestep_buckets import TimestepBuckets
 
-    buckets, denoiser = TimestepBuckets((0.25,)), fake_comfy.Denoiser()
-    _find_buckets(denoiser, [buckets], TIMESTEPS["ZImageTransformer2DModel"])
+    schedule, denoiser = Schedule((0.25,)), fake_comfy.Denoiser()
+    buckets = TimestepBuckets(schedule)
+    convert = TIMESTEPS["ZImageTransformer2DModel"]
+    _find_buckets(denoiser, {schedule: buckets}, partial(_timestep, convert))
     denoiser(None, torch.tensor([0.9]))
     assert int(buckets.index) == 0
     denoiser(None, torch.tensor([0.2]))

@@ -172,8 +172,8 @@ def test_missing_weights_are_reported_and_zero():
 
 def test_scales_follow_the_timestep():
     scheme = Scheme(E4M3FN, PerChannel(), None, Activation.STATIC, (300.5, 600.5))
-    buckets = TimestepBuckets(scheme.buckets)
-    layer = made(scheme, dense("linear"), buckets={scheme.buckets: buckets})
+    buckets = TimestepBuckets(scheme.schedule)
+    layer = made(scheme, dense("linear"), buckets={scheme.schedule: buckets})
     expected = packed_module(dense("linear"), scheme, buckets=buckets)
     outputs = []
     for timestep in (900.0, 100.0):

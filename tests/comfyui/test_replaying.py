@@ -1,6 +1,8 @@
 """Replaying steps of ComfyUI's denoisers, recorded on the CPU."""
 
 import uuid
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,16 +108,17 @@ def test_steps_are_replayed_with_their_own_numbers(denoiser):
     assert not forward.replayed.eager
 
 
-def test_replayed_steps_have_the_scales_of_their_timestep():
-    from quantkit.comfyui.loading import _find_buckets
+@pytest.mark.parametrize(("token_below", "recorded"), [(None, 1), (0.3, 2)])
+def test_replayed_steps_have_the_scales_of_their_timestep(token_below, recorded):
+    from quantkit.comfyui.loading import _find_buckets, _timestep
     from quantkit.comfyui.operations import Surroundings
     from quantkit.comfyui.replaying import replay_steps
 
-    edges = (-0.5, 0.5)
-    scheme = Scheme(INT8, PerChannel(), None, Activation.STATIC, edges)
-    buckets = TimestepBuckets(edges)
-    model = packed_denoiser(scheme, Surroundings({edges: buckets}))
-    _find_buckets(model, [buckets], None)
+    static = Scheme(INT8, PerChannel(), None, Activation.STATIC, (-0.5, 0.5))
+    scheme = replace(static, token_below=token_below)
+    buckets = {scheme.schedule: TimestepBuckets(scheme.schedule)}
+    model = packed_denoiser(scheme, Surroundings(buckets))
+    _find_buckets(model, buckets, partial(_timestep, None))
     times = [torch.full((2,), time) for time in (0.9, 0.0, -0.9, 0.4)]
     x = torch.randn(2, 5, 64)
     with torch.inference_mode():
@@ -123,7 +126,7 @@ def test_replayed_steps_have_the_scales_of_their_timestep():
         forward = replay_steps(model, torch.device("cpu"))
         found = [model(x, time) for time in times]
     assert all(map(is_near, found, expected))
-    assert counts(forward) == (1, 3)
+    assert counts(forward) == (recorded, len(times) - recorded)
 
 
 def test_layers_between_packed_ones_are_fused_in_inference_mode(denoiser, caplog):

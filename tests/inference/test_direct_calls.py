@@ -21,7 +21,7 @@ from quantkit.inference.layers.timestep_buckets import TimestepBuckets
 from quantkit.numerics.formats import E4M3FN, INT4, INT8
 from quantkit.numerics.granularity import PerChannel, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
-from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.numerics.scheme import Activation, Schedule, Scheme
 from tests.support.packed import packed_module
 from tests.support.standin_memory import Keeper
 
@@ -138,7 +138,7 @@ def test_answers_are_those_of_a_layer_that_asks(made, name, shape):
 @torch.no_grad()
 @pytest.mark.parametrize("name", OTHERS)
 def test_layers_that_do_more_always_ask(made, name):
-    buckets = TimestepBuckets(OTHERS[name].buckets)
+    buckets = TimestepBuckets(OTHERS[name].schedule or Schedule())
     buckets.threads.own.index = torch.tensor([0])
     layer = layer_of(OTHERS[name], buckets=buckets if name == "buckets" else None)
     x = torch.randn(5, 32)

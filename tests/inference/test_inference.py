@@ -28,7 +28,7 @@ from quantkit.numerics.granularity import PerChannel, PerGroup, PerTensor
 from quantkit.numerics.masks import TWO_OF_FOUR
 from quantkit.numerics.nibbles import integer_codes
 from quantkit.numerics.scales import cast
-from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.numerics.scheme import Activation, Schedule, Scheme
 from tests.support.packed import packed_module
 from tests.support.sampling import turned
 
@@ -270,16 +270,14 @@ def test_layers_compile_without_a_graph_break(kind, dynamic):
 class Denoiser(nn.Module):
     """A root with a forward like diffusers' and one layer per set of edges."""
 
-    def __init__(self, *edges):
+    def __init__(self, *edges, token_below=None):
         super().__init__()
-        self.shared = timestep_buckets.install(self, set(edges))
+        schemes = [
+            Scheme(E4M3FN, PerTensor(), None, STATIC, e, token_below=token_below) for e in edges
+        ]
+        self.shared = timestep_buckets.install(self, {s.schedule for s in schemes})
         self.layers = nn.ModuleList(
-            packed_module(
-                nn.Linear(32, 8),
-                Scheme(E4M3FN, PerTensor(), None, STATIC, e),
-                buckets=self.shared[e],
-            )
-            for e in edges
+            packed_module(nn.Linear(32, 8), s, buckets=self.shared[s.schedule]) for s in schemes
         )
 
     def forward(self, sample, timestep, scale=1.0):
@@ -399,7 +397,7 @@ def test_a_layer_alone_has_no_bucket():
 
 def test_buckets_need_a_timestep():
     with pytest.raises(CheckpointError, match=r"Linear: .* forward with 'timestep', found input"):
-        timestep_buckets.install(nn.Linear(2, 2), {EDGES})
+        timestep_buckets.install(nn.Linear(2, 2), {Schedule(EDGES)})
 
 
 def test_packed_layers_say_what_computes_them():

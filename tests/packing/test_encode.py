@@ -22,6 +22,7 @@ from quantkit.numerics.least_error import choose_scale
 from quantkit.numerics.masks import MASKS, TWO_OF_FOUR, choose_mask
 from quantkit.numerics.packed_2to4 import to_rows
 from quantkit.numerics.scale_rules import MSE_GRID
+from quantkit.numerics.scheme import Schedule
 from quantkit.progress import silent
 from quantkit.recipe.schema import Recipe
 from quantkit.sparsity.choose import choose_masks
@@ -205,7 +206,7 @@ def test_mse_scale_per_tensor_has_the_least_error_of_the_grid(source, tmp_path):
 def test_smoothing_and_static_scales(tmp_path, sparse):
     folder = component(tmp_path / "source", small_tensors())
     calibration = calibration_of(folder)
-    activation = {"mode": "static", "observer": "amax", "buckets": 2}
+    activation = {"mode": "static", "observer": "amax", "buckets": 2, "token_below": 50}
     recipe = {"smooth": 0.5, "activation": activation, "sparsity": {} if sparse else None}
     run(folder, tmp_path / "packed", recipe, calibration=calibration)
     found = load_file(tmp_path / "packed" / WEIGHTS)
@@ -223,7 +224,7 @@ def test_smoothing_and_static_scales(tmp_path, sparse):
         for part, tensor in wanted.items():
             assert torch.equal(bits(found[f"{name}.{part}"]), bits(tensor)), (name, part)
     packed = open_packed(tmp_path / "packed").components[0]
-    assert packed.config.schemes[0].scheme.buckets == (500.0,)
+    assert packed.config.schemes[0].scheme.schedule == Schedule((500.0,), token_below=50.0)
     if not sparse:
         near = packed.dequantized("a.conv")
         weight = small_tensors()["a.conv.weight"].float()

@@ -220,6 +220,14 @@ BAD = {
         "{name: t, activation: {mode: token, scale: pow2}}",
         "activation.scale pow2 with mode token",
     ),
+    "rows below a timestep": (
+        "{name: t, activation: {mode: token, token_below: 50}}",
+        "activation.token_below 50 with mode token",
+    ),
+    "no timestep": (
+        "{name: t, activation: {mode: static, token_below: .inf}}",
+        "activation.token_below",
+    ),
     "no layers": ("{name: t, overrides: [{layers: []}]}", "overrides.0.layers"),
 }
 

@@ -328,11 +328,13 @@ def test_rows_of_other_counts_than_the_batch_have_buckets():
     assert timesteps.buckets(edges, 1).tolist() == [2]
 
 
-def test_each_row_has_the_scale_of_its_timestep(pipeline_dir, tmp_path):
+@pytest.mark.parametrize("buckets", [(), (250.0, 500.0)])
+@pytest.mark.parametrize("token_below", [None, 50.0])
+def test_each_row_has_the_scale_of_its_timestep(pipeline_dir, tmp_path, buckets, token_below):
     """A training batch mixes timesteps; the packed model has one at a time."""
     path = tmp_path / "packed"
     shutil.copytree(pipeline_dir, path)
-    bucketed = Scheme(INT8, PerChannel(), None, STATIC, buckets=(250.0, 500.0))
+    bucketed = Scheme(INT8, PerChannel(), None, STATIC, buckets, token_below=token_below)
     pack_component(path / "unet", dict.fromkeys(packable(path / "unet"), bucketed))
     made = open_packed(path)
     unet = trained_unet(pipeline_dir, made)
@@ -349,7 +351,8 @@ def test_each_row_has_the_scale_of_its_timestep(pipeline_dir, tmp_path):
         for name, (x, y) in calls.items():
             layer = own.get_submodule(name)
             for row, time in enumerate(times):
-                layer.buckets[0].update(time)
+                for of_layer in filter(None, layer.buckets):
+                    of_layer.update(time)
                 wanted = layer(x[row : row + 1])
                 torch.testing.assert_close(y[row : row + 1], wanted, rtol=1e-4, atol=1e-4)
     assert len(calls) > 40

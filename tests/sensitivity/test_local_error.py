@@ -14,10 +14,11 @@ from quantkit.numerics.least_error import choose_scale
 from quantkit.numerics.masks import METHODS, TWO_OF_FOUR
 from quantkit.numerics.scales import dequantize, quantize
 from quantkit.numerics.scheme import Activation, Scheme
+from quantkit.recipe.layer_recipes import ActivationRecipe
 from quantkit.recipe.load import load_recipe
 from quantkit.sensitivity.local_error import StoredInputs, local_errors, read_weight
 from quantkit.sensitivity.treated_layer import PrunedWeight, treat_input
-from quantkit.sensitivity.treatments import BY_NAME, TREATMENTS
+from quantkit.sensitivity.treatments import BY_NAME, TREATMENTS, activation_recipe
 from tests.support.observed import statistics_of
 from tests.support.packed import packed_module
 from tests.support.sensitivities import CPU, SHAPES, layer_in, settings_of
@@ -139,6 +140,13 @@ def test_calibration_of_other_inputs_is_refused(tmp_path):
     layer = layer_in(tmp_path, SHAPES["linear"])
     with pytest.raises(ArtefactError, match="stored inputs have 32 columns, expected 64"):
         local_errors(layer, settings_of(), stored_inputs(random_rows(8, 32)), CPU)
+
+
+def test_a_treatment_per_token_leaves_what_static_scales_have():
+    base = ActivationRecipe(mode="static", buckets=2, scale="pow2", token_below=50)
+    token = activation_recipe(BY_NAME["int8-token"], base, 4)
+    assert token == ActivationRecipe(mode="token", buckets=1)
+    assert activation_recipe(BY_NAME["int8-static"], base, 4) == base
 
 
 def test_table_names_are_distinct_and_methods_exist():

@@ -127,8 +127,8 @@ class PackedLinear(PackedLayer, nn.Linear):  # type: ignore[misc, override]  # w
 
     @property
     def takes_parts(self) -> bool:
-        """True when each column's codes depend on that column alone: with one static scale."""
-        return self.scheme.activation is Activation.STATIC
+        """True when each column's codes depend on that column alone: one static scale now."""
+        return self.activation is Activation.STATIC
 
     @property
     def smooth_and_scale(self) -> tuple[Tensor | None, Tensor]:
@@ -245,7 +245,7 @@ class PackedConv2d(PackedLayer, nn.Conv2d):  # type: ignore[misc, override]  # a
     def _batched_forward(self, x: Tensor) -> Tensor:
         if self.scheme.activation is Activation.NONE:
             return self._dequantized_forward(x)
-        if self.scheme.activation is Activation.TOKEN:
+        if self.activation is Activation.TOKEN:
             if self._may_defer():
                 return convolved(self, x)
             y = self._by_bands(x)

@@ -173,13 +173,21 @@ class PackedLayer(nn.Module):
             f"activation={s.activation.value}, bias={self.bias is not None}"
         )
 
+    @property
+    def activation(self) -> Activation:
+        """The quantization of the input at the current step."""
+        buckets, scheme = self.buckets[0], self.scheme
+        if scheme.token_below is None or buckets is None or not buckets.are_tokens:
+            return scheme.activation
+        return Activation.TOKEN
+
     def _of_bucket(self, table: Tensor) -> Tensor:
         """Return the current bucket's row of (edges + 1, ...), or all of a table without buckets.
 
         Returns:
             (1, ...), or (...) as it was.
         """
-        buckets = self.buckets[0]
+        buckets = self.buckets[0] if self.scheme.buckets else None
         return table if buckets is None else table.index_select(0, buckets.index.to(table.device))
 
     def _part(self, name: str) -> Any:
@@ -213,7 +221,7 @@ class PackedLayer(nn.Module):
         smooth = self._part("input_smooth")
         if smooth is not None and taps > 1:
             smooth = smooth.repeat(taps)
-        static = self.scheme.activation is Activation.STATIC
+        static = self.activation is Activation.STATIC
         return quantize_input(x, self.static_scale if static else None, smooth, self.scheme.input)
 
     def _multiply(self, coded: Coded, dtype: torch.dtype, windows: Windows | None = None) -> Tensor:

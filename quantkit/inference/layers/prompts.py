@@ -132,7 +132,7 @@ def install(model: nn.Module) -> None:
 def _let_keep(layer: Any) -> None:
     # A bucket's scale is another one at another step.
     takes = type(layer) is PackedLinear
-    if takes and not layer.scheme.buckets:
+    if takes and layer.scheme.schedule is None:
         layer.__class__ = PromptLinear
         layer.kept = PromptCache()
 
@@ -155,7 +155,7 @@ def keep_prompts(model: Any, *, enabled: bool = True) -> int:
     """
     layers = [layer for _, _, layer in iterate_packed(model) if isinstance(layer, PromptLinear)]
     for layer in layers:
-        layer.kept = PromptCache() if enabled and not layer.scheme.buckets else None
+        layer.kept = PromptCache() if enabled and layer.scheme.schedule is None else None
     return len(layers)
 
 

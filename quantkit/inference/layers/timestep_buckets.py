@@ -3,12 +3,15 @@
 The bucket is a tensor on the device, found by the forward of the root model: no value comes back
 to the host, nothing in a layer changes, and ``torch.compile`` traces it all. It belongs to one
 call: threads may share a model. A buffer that hooks write would be the same for all of them.
+
+Where the last steps have a scale for each row instead, the host reads the timestep: the kernels
+are others, see ``quantkit.pipelines.step_stage``.
 """
 
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +20,8 @@ from torch import Tensor, nn
 
 from quantkit.errors import CheckpointError, InputError
 from quantkit.models.skeleton import without_timestep
+from quantkit.numerics.scheme import Schedule
+from quantkit.pipelines.step_stage import Stages, give_stages, is_before
 
 #: The root model's child that holds its buckets; without persistent state, so never in a file.
 CHILD = "quantkit_buckets"
@@ -38,14 +43,15 @@ class _Threads:
 
 
 class TimestepBuckets(nn.Module):
-    """The bucket of the current timestep, shared by all layers of one set of edges."""
+    """The bucket of the current timestep, shared by all layers of one schedule."""
 
     edges: Tensor
 
-    def __init__(self, edges: tuple[float, ...]) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         super().__init__()
+        self.schedule = schedule
         # float64 like the JSON numbers they come from; kept so by _apply
-        wide = torch.tensor(edges, dtype=torch.float64)
+        wide = torch.tensor(schedule.edges, dtype=torch.float64)
         self.register_buffer("edges", wide, persistent=False)
         self.threads = _Threads()
         # What torch.compile traces cannot read another thread's own values. In a whole model that
@@ -53,6 +59,8 @@ class TimestepBuckets(nn.Module):
         # the second, and _alone keeps it to one thread.
         self._traced: Tensor | None = None
         self._shared: Tensor | None = None
+        #: what ``are_tokens`` is in a traced call
+        self._tokens = False
 
     @property
     def index(self) -> Tensor:
@@ -72,12 +80,24 @@ class TimestepBuckets(nn.Module):
             )
         return index
 
+    @property
+    def are_tokens(self) -> bool:
+        """True in this thread's call when each row has a scale of its own."""
+        if torch.compiler.is_compiling():
+            return self._tokens
+        found: bool = getattr(self.threads.own, "tokens", False)
+        return found
+
     def update(self, timestep: Tensor | float) -> None:
         """Find the bucket: bucket i holds edges[i - 1] <= timestep < edges[i].
 
         Args:
             timestep: number or tensor; of a batch, the first element counts.
         """
+        if self.schedule.token_below is not None:
+            self._tokens = is_before(self.schedule.token_below, timestep)
+            if not torch.compiler.is_compiling():
+                self.threads.own.tokens = self._tokens
         if not isinstance(timestep, Tensor):
             timestep = torch.full((1,), float(timestep), device=self.edges.device)
         first = timestep.reshape(-1)[:1].to(self.edges)
@@ -126,26 +146,29 @@ def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     return moved.view(tensor.dtype).view(tensor.shape)
 
 
-def install(model: nn.Module, edges: set[tuple[float, ...]]) -> dict[tuple[float, ...], Any]:
+def install(model: nn.Module, schedules: set[Schedule]) -> dict[Schedule | None, Any]:
     """Give the root model its buckets and a forward that updates them.
 
     Args:
         model: the root, whose forward takes ``timestep``.
-        edges: the distinct edges of its schemes.
+        schedules: the distinct ones of its schemes.
 
     Returns:
-        the buckets of each edges.
+        the buckets of each schedule.
 
     Raises:
         CheckpointError: the model's forward has no ``timestep``.
     """
-    if not edges:
+    if not schedules:
         return {}
     names = list(inspect.signature(model.forward).parameters)
     if "timestep" not in names:
         raise CheckpointError(without_timestep(type(model).__name__, ", ".join(names)))
-    buckets = {e: TimestepBuckets(e) for e in sorted(edges)}
+    buckets: dict[Schedule | None, Any] = {
+        s: TimestepBuckets(s) for s in sorted(schedules, key=str)
+    }
     model.add_module(CHILD, nn.ModuleList(buckets.values()))
+    give_stages(model, stages_of(schedules, functools.partial(_timestep, names.index("timestep"))))
     forward: Any = functools.partial(_with_bucket, model, names.index("timestep"))
     # Pipelines ask what a denoiser takes. A function inside of one would say it, and not pickle.
     forward.__signature__ = inspect.signature(model.forward)
@@ -153,10 +176,20 @@ def install(model: nn.Module, edges: set[tuple[float, ...]]) -> dict[tuple[float
     return buckets
 
 
+def stages_of(
+    schedules: Iterable[Schedule],
+    timestep: Callable[[Sequence[Any], Mapping[str, Any]], Any],
+) -> Stages | None:
+    """Return the stages that schedules have together; None: they have none."""
+    starts = {s.token_below for s in schedules if s.token_below is not None}
+    return Stages(tuple(sorted(starts)), timestep) if starts else None
+
+
 def uninstall(model: nn.Module) -> None:
     """Give a model its class' forward back, if it has buckets."""
     if hasattr(model, CHILD):
         delattr(model, CHILD)
+        give_stages(model, None)
         del model.forward
 
 
@@ -167,7 +200,7 @@ def _with_bucket(model: nn.Module, position: int, *args: Any, **kwargs: Any) -> 
     to the next lies in the module, where threads meet.
     """
     forward = type(model).forward
-    timestep = args[position] if len(args) > position else kwargs["timestep"]
+    timestep = _timestep(position, args, kwargs)
     shared: Any = model.get_submodule(CHILD)
     if torch.compiler.is_compiling():
         for buckets in shared:
@@ -180,6 +213,10 @@ def _with_bucket(model: nn.Module, position: int, *args: Any, **kwargs: Any) -> 
         for buckets in shared:
             buckets.update(timestep)
         return forward(model, *args, **kwargs)
+
+
+def _timestep(position: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[position] if len(args) > position else kwargs["timestep"]
 
 
 @contextmanager

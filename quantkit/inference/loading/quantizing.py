@@ -95,10 +95,10 @@ def replace_layers(
     """
     expected = list(layers)
     modules = dict(model.named_modules())
-    shared = timestep_buckets.install(model, {s.buckets for _, _, s in expected if s.buckets})
+    shared = timestep_buckets.install(model, {s.schedule for _, _, s in expected if s.schedule})
     packed = {}
     for name, path, scheme in expected:
-        layer = packed[path] = pack_module(name, scheme, modules[path], shared.get(scheme.buckets))
+        layer = packed[path] = pack_module(name, scheme, modules[path], shared.get(scheme.schedule))
         if is_wide(f"{path}.weight"):
             layer.compute_dtype = torch.float32
         model.set_submodule(path, layer)

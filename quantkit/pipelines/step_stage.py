@@ -1,0 +1,78 @@
+"""Stages of a schedule, which the host has to know before it queues a step.
+
+The bucket of a static scale is found on the device. Kernels are chosen by the host, so where a
+model computes some steps by others, the host reads each step's timestep, for which it waits until
+the device has finished the step before.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: The attribute of a model that has stages.
+_ATTRIBUTE = "quantkit_stages"
+
+#: The stage of the step that is recorded or launched; None: it is to be read.
+_known: ContextVar[float | None] = ContextVar("quantkit_stage", default=None)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a model: each begins at a timestep, and holds from there upwards."""
+
+    #: ascending
+    starts: tuple[float, ...]
+    #: (args, kwargs) of the model's forward -> timestep, a number or a tensor
+    timestep: Callable[[Sequence[Any], Mapping[str, Any]], Any]
+
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+        """Return the start of the stage that a call is in; -inf before the first."""
+        now = _number(self.timestep(args, kwargs))
+        return max((start for start in self.starts if start <= now), default=float("-inf"))
+
+
+def give_stages(model: nn.Module, stages: Stages | None) -> None:
+    """Let a model have stages; None takes them away."""
+    vars(model).pop(_ATTRIBUTE, None)
+    if stages is not None:
+        setattr(model, _ATTRIBUTE, stages)
+
+
+def find_stage(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+    """Return the stage of a call of a model, as ``Stages.find``; None: it has none."""
+    stages: Stages | None = getattr(model, _ATTRIBUTE, None)
+    return None if stages is None else stages.find(args, kwargs)
+
+
+@contextmanager
+def in_stage(stage: float | None) -> Iterator[None]:
+    """Let the body's calls be in a stage that was found; None: they are to be read."""
+    token = _known.set(stage)
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+@torch.compiler.disable(reason="the host reads the timestep; compile without fullgraph")
+def is_before(start: float, timestep: Tensor | float) -> bool:
+    """Tell whether a step is in a stage before the one that begins at ``start``.
+
+    Args:
+        start: a timestep.
+        timestep: number or tensor; of a batch, the first element counts. It is not read within
+            ``in_stage``.
+    """
+    stage = _known.get()
+    return (_number(timestep) if stage is None else stage) < start
+
+
+def _number(timestep: Tensor | float) -> float:
+    if isinstance(timestep, Tensor):
+        return float(timestep.reshape(-1)[0])
+    return float(timestep)
