@@ -217,6 +217,7 @@ class _Context:
         activation = Activation(settings.activation.mode)
         weight, why_wider = _format_of(layer, settings.weight)
         self._refuse_what_cannot_be(layer, weight, settings.activation, sparsity)
+        token_below, why_static = self._token_below(settings.activation)
         if weight.block and layer.name in self.stored:
             weight = find_format(self.stored[layer.name].format)
         scheme = Scheme(
@@ -226,9 +227,9 @@ class _Context:
             activation=activation,
             buckets=self._buckets(layer, settings.activation),
             smooth=self._smooth(layer, activation),
-            token_below=settings.activation.token_below,
+            token_below=token_below,
         )
-        return LayerPlan(layer, scheme, why_dense or why_wider, settings.weight)
+        return LayerPlan(layer, scheme, why_dense or why_wider or why_static, settings.weight)
 
     def _alone(self, layer: Layer) -> LayerPlan:
         """Return the plan of a layer of the family's that is packed, its input in 16 bit."""
@@ -287,6 +288,17 @@ class _Context:
                 fields=("calibration",),
             )
         return choose_edges(activation, self.edges)
+
+    def _token_below(self, activation: ActivationRecipe) -> tuple[float | None, str]:
+        """Return from where on rows have scales of their own, and why nowhere if it was asked for.
+
+        Some schedulers (EDM's) call a UNet with the logarithm of the noise: all steps are below.
+        """
+        start = activation.token_below
+        if start is None or not self.edges or start <= self.edges[0]:
+            return start, ""
+        first = f"the calibration's first bucket ends at timestep {self.edges[0]:g}"
+        return None, f"static in all steps: token_below is {start:g}, but {first}"
 
     def _smooth(self, layer: Layer, activation: Activation) -> bool:
         if self.recipe.smooth is None or activation is Activation.NONE:

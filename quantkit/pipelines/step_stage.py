@@ -59,7 +59,7 @@ def in_stage(stage: float | None) -> Iterator[None]:
         _known.reset(token)
 
 
-@torch.compiler.disable(reason="the host reads the timestep; compile without fullgraph")
+@torch.compiler.disable(reason="the host reads the timestep; compile without fullgraph")  # type: ignore[untyped-decorator, no-untyped-call]
 def is_before(start: float, timestep: Tensor | float) -> bool:
     """Tell whether a step is in a stage before the one that begins at ``start``.
 

@@ -231,6 +231,20 @@ def test_smoothing_and_static_scales(tmp_path, sparse):
         assert float((near - weight).norm() / weight.norm()) < 0.04
 
 
+def test_schedules_in_another_unit_have_static_scales_throughout(tmp_path):
+    """EDM's schedulers call a UNet with the logarithm of the noise."""
+    folder = component(tmp_path / "source", small_tensors())
+    recipe = {"activation": {"mode": "static", "buckets": 2, "token_below": 501}}
+    summary = run(folder, tmp_path / "packed", recipe, calibration=calibration_of(folder))
+    (entry,) = open_packed(tmp_path / "packed").components[0].config.schemes
+    assert entry.scheme.token_below is None
+    (reason,) = summary.otherwise()
+    assert reason == (
+        "static in all steps: token_below is 501, but the calibration's first bucket ends at "
+        "timestep 500"
+    )
+
+
 def test_automatic_buckets_are_each_layers_own(tmp_path):
     folder = component(tmp_path / "source", small_tensors())
     stored = calibration_of(folder)
