@@ -32,6 +32,11 @@ def _static(buckets: int, observer: str) -> dict[str, Any]:
     return {"mode": "static", "observer": observer, "buckets": buckets}
 
 
+#: What the last step rounds stays in the picture: with a scale per token in one step of 20 int8's
+#: SSIM is 0.996 instead of 0.993, for an estimated 2 % of SDXL's time.
+_STATIC_BUT_LAST = {**_static(5, "amax"), "token_below": 50}
+
+
 def _alone(*layers: str) -> dict[str, dict[str, Any]]:
     """Return recipes that pack modulation as weights alone.
 
@@ -79,11 +84,9 @@ FAMILIES: tuple[Family, ...] = (
                 "overrides": [{"layers": _WINDOWS, "activation": {"mode": "none"}}],
                 "unmatched": "ignore",
             },
-            # What the last step rounds stays in the picture: with a scale per token in one step of
-            # 20 int8's SSIM is 0.996 instead of 0.993, for an estimated 2 % of SDXL's time.
-            "int8": {"activation": {**_static(5, "amax"), "token_below": 50}},
+            "int8": {"activation": _STATIC_BUT_LAST},
             "int4": {
-                "overrides": [{"layers": _WINDOWS, "activation": _static(5, "amax")}],
+                "overrides": [{"layers": _WINDOWS, "activation": _STATIC_BUT_LAST}],
                 "unmatched": "ignore",
             },
             "fp8-gptq": {"activation": _static(5, "mse")},
