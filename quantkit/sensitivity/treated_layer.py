@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.calibration.moments.moments import Moments
 from quantkit.calibration.statistics.layer_statistics import LayerStatistics, per_column
-from quantkit.calibration.statistics.observers import agreeing_edges, static_scale
+from quantkit.calibration.statistics.observers import HEADROOM, agreeing_edges, static_scale
 from quantkit.models.layer_plan import choose_edges
 from quantkit.models.timestep import bucket_of
 from quantkit.numerics.formats import NumberFormat
@@ -141,7 +141,7 @@ def treat_input(
         agreed = agreeing_edges(statistics, activation, fmt, edges)
         activation = activation.model_copy(update={"buckets": agreed or 1})
     chosen = choose_edges(activation, tuple(edges))
-    scale = static_scale(statistics, activation, fmt, edges=edges)
+    scale = static_scale(statistics, activation, fmt, edges=edges, headroom=HEADROOM)
     return InputCast(fmt, scale.reshape(-1), chosen)
 
 

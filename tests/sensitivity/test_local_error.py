@@ -92,6 +92,10 @@ def test_static_scales_are_those_of_their_buckets(tmp_path):
         BY_NAME["e4m3fn-static"], pooled.activation, stored_inputs(rows, 2).statistics, (10.0,)
     )
     assert cast.at(-1.0) == cast.at(99.0)
+    largest = ActivationRecipe(mode="static", observer="amax")
+    statistics = stored_inputs(rows, 2).statistics
+    cast = treat_input(BY_NAME["int8-static"], largest, statistics, (10.0,))
+    assert float(cast.scale) == pytest.approx(1.15 * float(rows.abs().max()) / 127, rel=1e-3)
 
 
 def test_wanda_counts_inputs_where_magnitude_does_not(tmp_path):
