@@ -1,8 +1,8 @@
 """Stages of a schedule, which the host has to know before it queues a step.
 
 The bucket of a static scale is found on the device. Kernels are chosen by the host, so where a
-model computes some steps by others, the host reads each step's timestep, for which it waits until
-the device has finished the step before.
+model computes some steps by others, the host reads the timestep. Schedulers hand out the elements
+of one tensor, which is read once for all of its steps: a reading waits until the device is idle.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 #: The attribute of a model that has stages.
 _ATTRIBUTE = "quantkit_stages"
+
+#: The steps of a schedule at most; longer tensors are none.
+_LONGEST = 10_000
+
+#: schedule -> its version, and its numbers
+_schedules: Any = WeakIdKeyDictionary()
 
 #: The stage of the step that is recorded or launched; None: it is to be read.
 _known: ContextVar[float | None] = ContextVar("quantkit_stage", default=None)
@@ -73,6 +80,19 @@ def is_before(start: float, timestep: Tensor | float) -> bool:
 
 
 def _number(timestep: Tensor | float) -> float:
-    if isinstance(timestep, Tensor):
+    if not isinstance(timestep, Tensor):
+        return float(timestep)
+    whole = timestep._base  # noqa: SLF001  None, or the tensor that this one is a view of
+    if whole is None or whole.ndim != 1 or whole.numel() > _LONGEST or whole.is_inference():
         return float(timestep.reshape(-1)[0])
-    return float(timestep)
+    place = (timestep.storage_offset() - whole.storage_offset()) // whole.stride(0)
+    return float(_numbers(whole)[place])
+
+
+def _numbers(schedule: Tensor) -> list[float]:
+    """Return the numbers of a schedule, read again only where it was written to."""
+    version = schedule._version  # noqa: SLF001  the only counter
+    known: tuple[int, list[float]] | None = _schedules.get(schedule)
+    if known is None or known[0] != version:
+        known = _schedules[schedule] = (version, schedule.tolist())
+    return known[1]
