@@ -83,10 +83,15 @@ def _number(timestep: Tensor | float) -> float:
     if not isinstance(timestep, Tensor):
         return float(timestep)
     whole = timestep._base  # noqa: SLF001  None, or the tensor that this one is a view of
-    if whole is None or whole.ndim != 1 or whole.numel() > _LONGEST or whole.is_inference():
+    if whole is None or not _is_schedule(whole) or whole.dtype is not timestep.dtype:
         return float(timestep.reshape(-1)[0])
-    place = (timestep.storage_offset() - whole.storage_offset()) // whole.stride(0)
-    return float(_numbers(whole)[place])
+    return float(_numbers(whole)[timestep.storage_offset() - whole.storage_offset()])
+
+
+def _is_schedule(tensor: Tensor) -> bool:
+    """Tell whether a tensor may be that of a schedule, whose writes torch counts."""
+    is_row = tensor.ndim == 1 and tensor.is_contiguous() and tensor.numel() <= _LONGEST
+    return is_row and not tensor.is_inference()
 
 
 def _numbers(schedule: Tensor) -> list[float]:

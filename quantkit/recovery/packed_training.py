@@ -180,9 +180,9 @@ class TrainedLayer(nn.Module):
         """Return the product of an input and the bias, in the input's dtype."""
         y = self._static_product(x)
         for layer in self._of_tokens:
-            are_tokens = self.timesteps[0].buckets(self.token_edge, len(x)) == 0
+            per_token = self.timesteps[0].buckets(self.token_edge, len(x)) == 0
             found = self._biased(layer(x.float())).to(x.dtype)
-            y = torch.where(are_tokens.reshape(-1, *[1] * (x.ndim - 1)), found, y)
+            y = torch.where(per_token.reshape(-1, *[1] * (x.ndim - 1)), found, y)
         return y
 
     def _static_product(self, x: Tensor) -> Tensor:

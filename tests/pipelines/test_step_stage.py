@@ -39,6 +39,10 @@ def test_a_schedule_is_read_once(model, read):
     assert read == [20, 20]
 
 
+def spread(schedule):
+    return torch.empty_strided((10,), (3,), dtype=schedule.dtype).copy_(schedule)
+
+
 FORMS = {
     "element": lambda s, i: s[i],
     "batch": lambda s, i: s[i].expand(3),
@@ -47,6 +51,9 @@ FORMS = {
     "cast": lambda s, i: s[i].half(),
     "copy": lambda s, i: s[i].clone(),
     "number": lambda s, i: float(s[i]),
+    "of another type": lambda s, i: s[i].double().reshape(1).view(torch.uint8).view(torch.double),
+    "of a long tensor": lambda s, i: torch.cat((s, s.new_zeros(20_000)))[i],
+    "of one that is spread": lambda s, i: spread(s)[i],
     "of a table": lambda s, i: s.reshape(2, 5)[i // 5, i % 5],
     "of a slice": lambda s, i: s[1:][i - 1] if i else s[0],
 }

@@ -177,7 +177,7 @@ class PackedLayer(nn.Module):
     def activation(self) -> Activation:
         """The quantization of the input at the current step."""
         buckets, scheme = self.buckets[0], self.scheme
-        if scheme.token_below is None or buckets is None or not buckets.are_tokens:
+        if scheme.token_below is None or buckets is None or not buckets.per_token:
             return scheme.activation
         return Activation.TOKEN
 

@@ -59,8 +59,8 @@ class TimestepBuckets(nn.Module):
         # the second, and _alone keeps it to one thread.
         self._traced: Tensor | None = None
         self._shared: Tensor | None = None
-        #: what ``are_tokens`` is in a traced call
-        self._tokens = False
+        #: what ``per_token`` is in a traced call
+        self._per_token = False
 
     @property
     def index(self) -> Tensor:
@@ -81,11 +81,11 @@ class TimestepBuckets(nn.Module):
         return index
 
     @property
-    def are_tokens(self) -> bool:
+    def per_token(self) -> bool:
         """True in this thread's call when each row has a scale of its own."""
         if torch.compiler.is_compiling():
-            return self._tokens
-        found: bool = getattr(self.threads.own, "tokens", False)
+            return self._per_token
+        found: bool = getattr(self.threads.own, "per_token", False)
         return found
 
     def update(self, timestep: Tensor | float) -> None:
@@ -95,9 +95,9 @@ class TimestepBuckets(nn.Module):
             timestep: number or tensor; of a batch, the first element counts.
         """
         if self.schedule.token_below is not None:
-            self._tokens = is_before(self.schedule.token_below, timestep)
+            self._per_token = is_before(self.schedule.token_below, timestep)
             if not torch.compiler.is_compiling():
-                self.threads.own.tokens = self._tokens
+                self.threads.own.per_token = self._per_token
         if not isinstance(timestep, Tensor):
             timestep = torch.full((1,), float(timestep), device=self.edges.device)
         first = timestep.reshape(-1)[:1].to(self.edges)
