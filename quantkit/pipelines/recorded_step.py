@@ -23,6 +23,7 @@ from quantkit.fusion.program import Program
 from quantkit.fusion.simplify import simplify
 from quantkit.fusion.trace import UntraceableError, trace
 from quantkit.pipelines.kept_results import KeptResults, keeping
+from quantkit.pipelines.step_stage import known_stage
 
 _logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ def _modes() -> tuple[object, ...]:
         torch.are_deterministic_algorithms_enabled(),
         forced(),
         sums_are_fast(),
+        known_stage(),
     )
 
 

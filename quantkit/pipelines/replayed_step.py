@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,19 +95,17 @@ class Step:
         with self._graphs.alone() as alone:
             if not alone:
                 return self._run("another thread is in the model", args, kwargs)
-            stage = find_stage(self._model, args, kwargs)
-            with in_stage(stage):
-                return self._replay(stage, args, kwargs)
+            with in_stage(find_stage(self._model, args, kwargs)):
+                return self._replay(args, kwargs)
 
     @property
     def _device(self) -> torch.device:
         return self._place or next(self._model.parameters()).device
 
-    def _replay(self, stage: float | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = self._device
         try:
             inputs = take_apart(*with_timestep(self.__signature__, device, args, kwargs), device)
-            inputs = replace(inputs, key=(inputs.key, stage))
         except TypeError as error:
             return self._run(str(error), args, kwargs)
         recorded = self._graphs.find(inputs.key)

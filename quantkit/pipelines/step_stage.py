@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from quantkit.models.timestep import bucket_of
+
 #: The attribute of a model that has stages.
 _ATTRIBUTE = "quantkit_stages"
 
@@ -39,8 +41,8 @@ class Stages:
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """Return the start of the stage that a call is in; -inf before the first."""
-        now = _number(self.timestep(args, kwargs))
-        return max((start for start in self.starts if start <= now), default=float("-inf"))
+        stage = bucket_of(_number(self.timestep(args, kwargs)), self.starts)
+        return (float("-inf"), *self.starts)[stage]
 
 
 def give_stages(model: nn.Module, stages: Stages | None) -> None:
@@ -66,6 +68,11 @@ def in_stage(stage: float | None) -> Iterator[None]:
         _known.reset(token)
 
 
+def known_stage() -> float | None:
+    """Return the stage of ``in_stage``; None outside of it."""
+    return _known.get()
+
+
 @torch.compiler.disable(reason="the host reads the timestep; compile without fullgraph")  # type: ignore[untyped-decorator, no-untyped-call]
 def is_before(start: float, timestep: Tensor | float) -> bool:
     """Tell whether a step is in a stage before the one that begins at ``start``.
@@ -75,7 +82,7 @@ def is_before(start: float, timestep: Tensor | float) -> bool:
         timestep: number or tensor; of a batch, the first element counts. It is not read within
             ``in_stage``.
     """
-    stage = _known.get()
+    stage = known_stage()
     return (_number(timestep) if stage is None else stage) < start
 
 

@@ -390,9 +390,10 @@ def test_compiled_blocks_serve_one_thread_at_a_time():
     assert torch.equal(model(x, torch.tensor(999.0))[0], wanted[2])
 
 
-def test_a_layer_alone_has_no_bucket():
+@pytest.mark.parametrize("edges", [EDGES, ()], ids=str)
+def test_a_layer_alone_has_no_bucket(edges):
     with pytest.raises(InputError, match="call the denoiser instead"):
-        Denoiser(EDGES).layers[0](torch.randn(3, 32))
+        Denoiser(edges, token_below=None if edges else 50.0).layers[0](torch.randn(3, 32))
 
 
 def test_buckets_need_a_timestep():

@@ -74,18 +74,21 @@ class TimestepBuckets(nn.Module):
         else:
             index = getattr(self.threads.own, "index", None)
         if index is None:
-            raise InputError(
-                "a layer with a scale per timestep was called by itself, so the timestep is "
-                "unknown; call the denoiser instead"
-            )
+            raise _unknown_timestep()
         return index
 
     @property
     def per_token(self) -> bool:
-        """True in this thread's call when each row has a scale of its own."""
+        """True in this thread's call when each row has a scale of its own.
+
+        Raises:
+            InputError: the root model was not called in this thread.
+        """
         if torch.compiler.is_compiling():
             return self._per_token
-        found: bool = getattr(self.threads.own, "per_token", False)
+        found: bool | None = getattr(self.threads.own, "per_token", None)
+        if found is None:
+            raise _unknown_timestep()
         return found
 
     def update(self, timestep: Tensor | float) -> None:
@@ -113,6 +116,13 @@ class TimestepBuckets(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's signature
         return apply_keeping_dtype(self, super()._apply, fn, recurse=recurse)
+
+
+def _unknown_timestep() -> InputError:
+    return InputError(
+        "a layer with a scale per timestep was called by itself, so the timestep is unknown; call "
+        "the denoiser instead"
+    )
 
 
 def apply_keeping_dtype(
