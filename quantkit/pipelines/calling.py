@@ -104,6 +104,18 @@ def fewest_steps(pipe: Any, call: Call, least: int) -> Call:
     return call
 
 
+def step_range(pipe: Any, call: Call) -> tuple[int, int]:
+    """Return the fewest and the most steps of schedules around that of a call.
+
+    Half as many and twice as many, as far as the scheduler takes them; with one step, one.
+    """
+    if call.steps == 1:
+        return 1, 1
+    twice = replace(call, steps=2 * call.steps)
+    most = twice if isinstance(_Trial(pipe).run(twice), _Begun) else call
+    return fewest_steps(pipe, call, max(2, call.steps // 2)).steps, most.steps
+
+
 def _longest_first(pipe: Any, call: Call) -> Call:
     """Return the call with the prompt that most is encoded of before all others."""
     longest = max(range(len(call.prompts)), key=lambda i: _tokens(pipe, call.prompts[i]))

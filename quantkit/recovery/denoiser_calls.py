@@ -7,11 +7,11 @@ has one row per sample is told from what all samples share by its shape.
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantkit.errors import ModelError
@@ -57,6 +57,34 @@ class Chunk:
     def nbytes(self) -> int:
         """Size of all tensors."""
         return sum(value.nbytes for value in (*self.moving, *self.still, self.answers))
+
+    @property
+    def steps(self) -> int:
+        """The number of calls: S."""
+        return self.answers.shape[1]
+
+    def to(self, device: torch.device) -> "Chunk":
+        """Return it on a device."""
+        moving, still = (
+            tuple(value.to(device) for value in values) for values in (self.moving, self.still)
+        )
+        return replace(self, moving=moving, still=still, answers=self.answers.to(device))
+
+    def draw(self, count: int, generator: Generator) -> tuple[Tensor, ...]:
+        """Return ``count`` random calls of one row: the leaves, then the answers.
+
+        Args:
+            count: how many.
+            generator: on the CPU, so that no device is waited for.
+        """
+        device = self.answers.device
+        rows = torch.randint(len(self.answers), (count,), generator=generator).to(device)
+        calls = torch.randint(self.steps, (count,), generator=generator).to(device)
+        return (
+            *(value[rows, calls] for value in self.moving),
+            *(value[rows] for value in self.still),
+            self.answers[rows, calls],
+        )
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from diffusers import DDIMScheduler
 from safetensors.torch import load_file, safe_open, save_file
 
 from quantkit.cli.recover_command import recover as recover_command
@@ -180,9 +181,11 @@ def test_time_limit_ends_the_run(model, masks):
 
 def test_bank_keeps_what_the_teacher_saw_and_said(model):
     pipe = load_pipeline(model, choose_device("cpu"))
+    one_step = replace(SHORT, sampling_steps=1)
+    assert Teacher(pipe, pipe.unet, PROMPTS, one_step).sample(2).answers.shape == (4, 1, 4, 8, 8)
     chunk = Teacher(pipe, pipe.unet, PROMPTS, SHORT).sample(2)
     # With guidance a sample has two rows: without its caption, then with it.
-    assert chunk.answers.shape == (4, 2, 4, 8, 8)
+    assert chunk.answers.shape == (4, chunk.steps, 4, 8, 8)
     bank = TrajectoryStore(chunk, 1)
     rows, answers = bank.draw(16, torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -203,6 +206,46 @@ def test_bank_is_bounded_and_drops_the_oldest(model):
     seen = {float(answer.sum()) for answer in answers}
     stored = [{float(a.sum()) for a in chunk.answers.flatten(0, 1)} for chunk in chunks]
     assert seen == stored[1] | stored[2]
+
+
+def test_schedules_have_half_to_twice_the_steps(model):
+    pipe = load_pipeline(model, choose_device("cpu"))
+    teacher = Teacher(pipe, pipe.unet, PROMPTS, replace(SHORT, sampling_steps=4))
+    chunks = [teacher.sample(1) for _ in range(24)]
+    steps = [chunk.steps for chunk in chunks]
+    assert teacher.most_steps == max(steps) == 8
+    assert min(steps) == 2
+    timesteps = [{float(t) for t in chunk.moving[1].flatten()} for chunk in chunks]
+    assert len(set.union(*timesteps)) > 12
+    # A training that goes on samples the same again.
+    teacher.go_to(5, 1)
+    again = teacher.sample(1)
+    assert torch.equal(again.answers, chunks[5].answers)
+    bank = TrajectoryStore(chunks[0], 24)
+    for chunk in chunks[1:]:
+        bank.put(chunk)
+    rows, answers = bank.draw(64, torch.Generator().manual_seed(0))
+    assert {float(t) for t in rows[1]} <= set.union(*timesteps)
+    with torch.no_grad():
+        expected = pipe.unet(**bank.template.arguments(rows))[0]
+    torch.testing.assert_close(answers, expected, rtol=1e-4, atol=1e-5)
+
+
+class FewSteps(DDIMScheduler):
+    """A scheduler of at most five steps, as those of distilled models are."""
+
+    def set_timesteps(self, num_inference_steps, device=None):
+        if num_inference_steps > 5:
+            raise ValueError("more than 5 steps")
+        super().set_timesteps(num_inference_steps, device)
+
+
+def test_schedules_have_no_more_steps_than_the_scheduler_takes(model):
+    pipe = load_pipeline(model, choose_device("cpu"))
+    pipe.scheduler = FewSteps.from_config(pipe.scheduler.config)
+    teacher = Teacher(pipe, pipe.unet, PROMPTS, replace(SHORT, sampling_steps=4))
+    assert teacher.most_steps == 4
+    assert {teacher.sample(1).steps for _ in range(12)} == {2, 3, 4}
 
 
 @pytest.mark.parametrize("kind", ["sd3", "flux"])

@@ -39,7 +39,7 @@ class DistillSettings:
     checkpointing: bool = False
     #: replay the student's passes as CUDA graphs; ignored on the CPU and with checkpointing
     graphs: bool = True
-    #: denoising steps of a trajectory; the student sees the timesteps of this schedule only
+    #: denoising steps of a trajectory: half to twice as many, so that no timestep is strange
     sampling_steps: int = 20
     #: None takes the pipeline's own default
     guidance: float | None = None

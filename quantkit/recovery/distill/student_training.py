@@ -204,11 +204,12 @@ class Trainer:
 
     def _new_store(self, first: Chunk) -> TrajectoryStore:
         device = torch.device("cpu") if self._settings.offload else self._device
-        return TrajectoryStore(first, self._capacity(first), device, put=self.oldest)
+        return TrajectoryStore(first, self._capacity(first), device)
 
     def _capacity(self, first: Chunk) -> int:
         expected = -(-self._settings.trajectories // self._sampling_batch)
-        return max(1, min(expected, self._settings.bank_bytes // first.nbytes))
+        largest = first.nbytes * self.teacher.most_steps // first.steps
+        return max(1, min(expected, self._settings.bank_bytes // largest))
 
     def _make_call(self, store: TrajectoryStore) -> Callable[..., Tensor]:
         call = _StudentCall(self._student, store.template)
@@ -217,7 +218,7 @@ class Trainer:
             return call
         if settings.checkpointing or settings.offload:
             return call
-        rows = self._floats(store.draw(settings.batch, self._generator(store))[0])
+        rows = self._floats(store.draw(settings.batch, self._generator())[0])
         with self._autocast():
             graphed: Any = torch.cuda.make_graphed_callables(
                 call, tuple(rows), allow_unused_input=True
@@ -225,11 +226,11 @@ class Trainer:
         replay: Callable[..., Tensor] = graphed
         return replay
 
-    def _generator(self, store: TrajectoryStore) -> Generator:
+    def _generator(self) -> Generator:
         """Return the generator of this step: of the step alone, so that no state is to be kept."""
         ranks = self._ranks
         seed = self._settings.seed * 1_000_003 + self.step * ranks.world + ranks.rank
-        return Generator(store.device).manual_seed(seed)
+        return Generator().manual_seed(seed)
 
     def _autocast(self) -> torch.autocast:
         # Without its cache, because casts that are cached outside of a graph are lost to it.
@@ -242,7 +243,7 @@ class Trainer:
         self, call: Callable[..., Tensor], store: TrajectoryStore, fraction: float
     ) -> Tensor:
         """Take one step and return its loss, without waiting for the device."""
-        rows, expected = store.draw(self._settings.batch, self._generator(store))
+        rows, expected = store.draw(self._settings.batch, self._generator())
         # A young average forgets faster, or it would remember the weights of one shot.
         decay = min(self._settings.average, (1 + self.step) / (10 + self.step))
         self.stepper.begin(self._settings.rate * self._schedule(fraction), decay)

@@ -1,5 +1,6 @@
 """A bounded store of the teacher's trajectories, and the teacher that fills it."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -9,7 +10,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from quantkit.errors import QuantkitError
-from quantkit.pipelines.calling import Call, rehearse
+from quantkit.pipelines.calling import Call, rehearse, step_range
 from quantkit.pipelines.replay import replayed
 from quantkit.recovery.denoiser_calls import Chunk, Template, recording
 from quantkit.recovery.distill.distributed import Ranks
@@ -44,6 +45,7 @@ class Teacher:
         seeds = tuple(range(settings.seed, settings.seed + len(prompts)))
         call = Call(tuple(prompts), seeds, settings.sampling_steps, settings.guidance)
         self._call = replace(call, inputs=rehearse(pipe, call))
+        self._fewest, self.most_steps = step_range(pipe, self._call)
 
     def go_to(self, batch: int, count: int) -> None:
         """Sample the batch of this number next, as after ``batch`` batches of ``count``."""
@@ -63,6 +65,7 @@ class Teacher:
         indices = range(first, first + count)
         prompts = [self._prompts[i % len(self._prompts)] for i in indices]
         call = self.call(prompts, [self._settings.seed + i for i in indices])
+        call = replace(call, steps=self._steps())
         try:
             with self.awake(), recording(self._denoiser) as record, torch.no_grad():
                 self.pipe(**call.arguments(self.pipe))
@@ -75,6 +78,13 @@ class Teacher:
         self._batches += 1
         self.made += count
         return record.chunk()
+
+    def _steps(self) -> int:
+        """Return the steps of this batch: drawn evenly by their logarithm, by the batch alone."""
+        seed = self._settings.seed * 1_000_003 + self._batches
+        place = float(torch.rand((), generator=Generator().manual_seed(seed)))
+        steps: float = self._fewest * (self.most_steps / self._fewest) ** place
+        return round(steps)
 
     def call(self, prompts: Sequence[str], seeds: Sequence[int]) -> Call:
         """Return the call of the pipeline that denoises these prompts to their latents."""
@@ -105,54 +115,39 @@ class Teacher:
 
 
 class TrajectoryStore:
-    """Chunks of trajectories in one block of memory; the oldest is overwritten."""
+    """The last chunks of trajectories."""
 
-    def __init__(
-        self, first: Chunk, chunks: int, device: torch.device | None = None, *, put: int = 0
-    ) -> None:
-        """Make room for chunks, and put the first one in.
+    def __init__(self, first: Chunk, chunks: int, device: torch.device | None = None) -> None:
+        """Put the first chunk in.
 
         Args:
-            first: what all others are like.
+            first: what all others are like, but for the number of steps.
             chunks: how many fit in.
             device: where they are kept; None for the chunk's own.
-            put: how many were put before, and forgotten since.
         """
         self.template: Template = first.template
-        self.device = device or first.answers.device
         self.capacity = chunks
-        self._rows, self._calls = first.answers.shape[:2]
-        self._stores = [
-            torch.empty((chunks * self._rows, *value.shape[1:]), dtype=value.dtype,
-                        device=self.device)
-            for value in _tensors(first)
-        ]  # fmt: skip
-        self._put = put
+        self._device = device or first.answers.device
+        self._chunks: deque[Chunk] = deque(maxlen=chunks)
         self.put(first)
 
     def put(self, chunk: Chunk) -> None:
-        """Add a chunk, over the oldest one when the store is full."""
-        start = self._put % self.capacity * self._rows
-        for store, value in zip(self._stores, _tensors(chunk), strict=True):
-            store[start : start + self._rows] = value
-        self._put += 1
+        """Add a chunk, in place of the oldest one when the store is full."""
+        self._chunks.append(chunk.to(self._device))
 
     def draw(self, batch: int, generator: Generator) -> tuple[list[Tensor], Tensor]:
         """Return the leaves of ``batch`` random calls of one row, and the teacher's answers.
 
         Args:
-            batch: how many.
-            generator: on the store's device.
+            batch: how many; of every chunk alike, however many steps it has.
+            generator: on the CPU.
         """
-        answers = self._stores[-1]
-        filled = min(self._put, self.capacity) * self._rows
-        rows = torch.randint(filled, (batch,), generator=generator, device=self.device)
-        calls = torch.randint(self._calls, (batch,), generator=generator, device=self.device)
-        moving = len(self.template.moving)
-        leaves = [store[rows, calls] for store in self._stores[:moving]]
-        leaves += [store[rows] for store in self._stores[moving:-1]]
-        return leaves, answers[rows, calls]
-
-
-def _tensors(chunk: Chunk) -> tuple[Tensor, ...]:
-    return (*chunk.moving, *chunk.still, chunk.answers)
+        chosen = torch.randint(len(self._chunks), (batch,), generator=generator)
+        counts = torch.bincount(chosen, minlength=len(self._chunks)).tolist()
+        parts = [
+            chunk.draw(count, generator)
+            for chunk, count in zip(self._chunks, counts, strict=True)
+            if count
+        ]
+        *leaves, answers = (torch.cat(values) for values in zip(*parts, strict=True))
+        return leaves, answers
