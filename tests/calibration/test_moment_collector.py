@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from quantkit.bench.models.denoiser_inputs import make_inputs
-from quantkit.calibration.moments import collect_hessians, moment_collector
+from quantkit.calibration.moments import collect_hessians, timestep_weights
 from quantkit.calibration.moments.moment_collector import MomentCollector
 from quantkit.calibration.moments.shared_moments import SharedInputs, UnsharedInputError
 from quantkit.pipelines import replayed_step as replaying
@@ -54,7 +54,7 @@ def test_shared_and_replayed_moments_are_those_of_each_layer(name, share, monkey
         captured.append(run)
         return capture_on_cpu(run, device, pool)
 
-    monkeypatch.setattr(moment_collector, "step_weights", lambda *_: WEIGHTS)
+    monkeypatch.setattr(timestep_weights, "step_weights", lambda *_: WEIGHTS)
     wanted, every = moments_of(name, share=False, recipe=recipe)
     assert every == len(wanted)
     record_on_cpu(monkeypatch, capture)
@@ -74,7 +74,7 @@ def test_shared_and_replayed_moments_are_those_of_each_layer(name, share, monkey
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_a_gpu_replays_them(share, monkeypatch, caplog):
     recipe = CalibrationRecipe(row_share=share)
-    monkeypatch.setattr(moment_collector, "step_weights", lambda *_: WEIGHTS)
+    monkeypatch.setattr(timestep_weights, "step_weights", lambda *_: WEIGHTS)
     found, _ = moments_of("sd15", share=True, recipe=recipe, device="cuda")
     assert "not replayed" not in caplog.text
     monkeypatch.setattr(replaying, "_RECORDING", ())
@@ -108,7 +108,7 @@ def watch(model, *, share):
 
 
 def test_layers_that_come_to_read_another_input_are_taken_apart(monkeypatch):
-    monkeypatch.setattr(moment_collector, "step_weights", lambda *_: WEIGHTS)
+    monkeypatch.setattr(timestep_weights, "step_weights", lambda *_: WEIGHTS)
     with pytest.raises(UnsharedInputError):
         watch(Reader(), share=True)
     apart = watch(Reader(), share=False)

@@ -103,6 +103,24 @@ def test_state_and_noise_do_not_matter(scheduler):
     assert sum(step_weights(scheduler, "schedule").values()) > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        diffusers.EulerDiscreteScheduler(),
+        diffusers.DPMSolverMultistepScheduler(),
+        ddim(),
+        diffusers.EulerAncestralDiscreteScheduler(),
+    ],
+    ids=lambda s: type(s).__name__,
+)
+def test_timesteps_on_a_gpu_weigh_the_same(scheduler):
+    expected = responses(ready(scheduler))
+    scheduler.set_timesteps(10, device="cuda")
+    torch.testing.assert_close(responses(scheduler), expected, rtol=1e-3, atol=1e-4)
+
+
 def test_weights_leave_the_scheduler_as_it_was():
     scheduler = ready(diffusers.DPMSolverMultistepScheduler())
     step_weights(scheduler, "schedule")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quantkit.calibration.moments.moment_sums import MomentBuffers, MomentSum, Summed
 from quantkit.calibration.moments.moments import Moments
 from quantkit.calibration.moments.shared_moments import SharedInputs
-from quantkit.calibration.moments.timestep_weights import step_weights
+from quantkit.calibration.moments.timestep_weights import CallWeights
 from quantkit.calibration.moments.token_rows import TokenRows, token_rows
 from quantkit.calibration.observing.layer_modules import find_modules
 from quantkit.models.component_layers import Layer
@@ -63,8 +63,8 @@ class MomentCollector:
         #: by leader
         self._sums: dict[str, MomentSum] = {}
         self._shared = SharedInputs() if share else None
-        #: by timestep in the unit of the denoiser's calls; empty before the first one
-        self._weights: dict[float, float] = {}
+        #: of the denoiser's calls; None before the first one
+        self._weights: CallWeights | None = None
         self._weight = 1.0
         #: of a text encoder's call, the rows that are looked at
         self._tokens: TokenRows | None = None
@@ -128,11 +128,10 @@ class MomentCollector:
 
     def _weigh(self, timestep: float, scheduler: Any) -> None:
         """Find what the call at a timestep weighs."""
-        if not self._weights:
-            steps = step_weights(scheduler, self._settings.weighting)
-            self._weights = _in_calls_unit(steps, timestep)
-        nearest = min(self._weights, key=lambda step: abs(step - timestep))
-        self._weight = self._weights[nearest]
+        if self._weights is None:
+            weighting = self._settings.weighting
+            self._weights = CallWeights.at_first_call(scheduler, weighting, timestep)
+        self._weight = self._weights.at(timestep)
 
     def moments(self, layer: str) -> Moments:
         """Return what a layer read.
@@ -239,13 +238,3 @@ class MomentCollector:
         for total, found in seen.items():
             total.count(found.rows, self._weight)
         self._found.seen.clear()
-
-
-def _in_calls_unit(weights: Mapping[float, float], first: float) -> dict[float, float]:
-    """Return weights by the timesteps that the denoiser is called with, of which this is the first.
-
-    The ratio to the scheduler's first one is the unit: 1 for SD, 1 / 1000 for Flux.
-    """
-    start = next(iter(weights))
-    unit = first / start if start else 1.0
-    return {unit * step: weight for step, weight in weights.items()}

@@ -8,6 +8,8 @@ but measured, by running the scheduler itself on scalars.
 
 import copy
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +21,36 @@ from quantkit.errors import RecipeError
 _PROBE = 1e-3
 #: Schedulers compute in float32 and their noise is about 1: this is what remains of _PROBE there.
 _TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class CallWeights:
+    """Weights of a denoiser's calls, by the timesteps that it is called with."""
+
+    by_timestep: Mapping[float, float]
+
+    @classmethod
+    def at_first_call(cls, scheduler: Any, weighting: str, timestep: float) -> "CallWeights":
+        """Return ``step_weights`` in the unit of the denoiser's calls.
+
+        Args:
+            scheduler: as of ``step_weights``.
+            weighting: ``uniform`` or ``schedule``.
+            timestep: of the first call. Its ratio to the scheduler's first one is the unit: 1 for
+                SD, 1 / 1000 for Flux.
+
+        Raises:
+            RecipeError: as ``step_weights``.
+        """
+        weights = step_weights(scheduler, weighting)
+        start = next(iter(weights))
+        unit = timestep / start if start else 1.0
+        return cls({unit * step: weight for step, weight in weights.items()})
+
+    def at(self, timestep: float) -> float:
+        """Return the weight of a call: of the nearest timestep."""
+        nearest = min(self.by_timestep, key=lambda step: abs(step - timestep))
+        return self.by_timestep[nearest]
 
 
 def step_weights(scheduler: Any, weighting: str) -> dict[float, float]:
@@ -89,7 +121,9 @@ def _run(scheduler: Any, answers: Tensor) -> Tensor:
     if "generator" in inspect.signature(scheduler.step).parameters:
         # Every row sees the same noise, so that rows differ by their answers alone.
         noise = {"generator": [torch.Generator().manual_seed(0) for _ in range(rows)]}
-    sample = torch.zeros(shape)
+    # Schedulers keep their sigmas where their timesteps are, or on the CPU as scalars.
+    device = scheduler.timesteps.device
+    sample, answers = torch.zeros(shape, device=device), answers.to(device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for i, step in enumerate(scheduler.timesteps):
@@ -97,4 +131,4 @@ def _run(scheduler: Any, answers: Tensor) -> Tensor:
                 scheduler.scale_model_input(sample, step)
             answer = answers[:, i].reshape(shape)
             sample = scheduler.step(answer, step, sample, return_dict=False, **noise)[0]
-    return sample.reshape(rows)
+    return sample.reshape(rows).cpu()
