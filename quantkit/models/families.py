@@ -33,8 +33,13 @@ def _static(buckets: int, observer: str) -> dict[str, Any]:
 
 
 #: What the last step rounds stays in the picture: with a scale per token in one step of 20 int8's
-#: SSIM is 0.996 instead of 0.993, for an estimated 2 % of SDXL's time.
+#: SSIM is 0.996 instead of 0.993; SDXL's last step takes 35 ms on an H200, and the others 20.
 _STATIC_BUT_LAST = {**_static(5, "amax"), "token_below": 50}
+#: Keys and values of a prompt are computed once, unless their scale depends on the timestep.
+_PROMPT_PER_TOKEN = {
+    "overrides": [{"layers": ("*.attn2.to_k", "*.attn2.to_v"), "activation": {"mode": "token"}}],
+    "unmatched": "ignore",
+}
 
 
 def _alone(*layers: str) -> dict[str, dict[str, Any]]:
@@ -84,12 +89,12 @@ FAMILIES: tuple[Family, ...] = (
                 "overrides": [{"layers": _WINDOWS, "activation": {"mode": "none"}}],
                 "unmatched": "ignore",
             },
-            "int8": {"activation": _STATIC_BUT_LAST},
+            "int8": {"activation": _STATIC_BUT_LAST, **_PROMPT_PER_TOKEN},
             "int4": {
                 "overrides": [{"layers": _WINDOWS, "activation": _STATIC_BUT_LAST}],
                 "unmatched": "ignore",
             },
-            "fp8-gptq": {"activation": _static(5, "mse")},
+            "fp8-gptq": {"activation": _static(5, "mse"), **_PROMPT_PER_TOKEN},
         },
     ),
     Family(
