@@ -14,7 +14,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils import _pytree as pytree
 
+from quantkit.calibration.moments.timestep_weights import CallWeights
 from quantkit.errors import ModelError
+from quantkit.models.timestep import timestep_argument
 
 #: Position tables: the same for every sample, though their length may equal a batch's.
 SHARED = ("img_ids", "txt_ids", "image_rotary_emb")
@@ -52,6 +54,8 @@ class Chunk:
     still: tuple[Tensor, ...]
     #: (R, S, ...) the teacher's outputs
     answers: Tensor
+    #: float32 (S,), on the CPU: the chance of each call to be drawn
+    chances: Tensor
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +75,7 @@ class Chunk:
         return replace(self, moving=moving, still=still, answers=self.answers.to(device))
 
     def draw(self, count: int, generator: Generator) -> tuple[Tensor, ...]:
-        """Return ``count`` random calls of one row: the leaves, then the answers.
+        """Return ``count`` random calls of one row, by their chances: the leaves, then the answers.
 
         Args:
             count: how many.
@@ -79,7 +83,8 @@ class Chunk:
         """
         device = self.answers.device
         rows = torch.randint(len(self.answers), (count,), generator=generator).to(device)
-        calls = torch.randint(self.steps, (count,), generator=generator).to(device)
+        calls = torch.multinomial(self.chances, count, replacement=True, generator=generator)
+        calls = calls.to(device)
         return (
             *(value[rows, calls] for value in self.moving),
             *(value[rows] for value in self.still),
@@ -91,6 +96,7 @@ class Chunk:
 class _RecordedCall:
     leaves: list[Any]
     answer: Tensor
+    timestep: Any
 
 
 @dataclass(eq=False)
@@ -103,6 +109,8 @@ class Recording:
     #: of the first call: name of every leaf's argument, and the structure
     names: list[str] = field(default_factory=list)
     spec: Any = None
+    #: of the calls
+    weights: CallWeights = field(default_factory=lambda: CallWeights({0.0: 1.0}))
 
     def chunk(self) -> Chunk:
         """Return the calls as rows.
@@ -132,6 +140,7 @@ class Recording:
                 tuple(self._stack(place, rows) for place in moving),
                 tuple(first.leaves[place] for place in still),
                 torch.stack([call.answer for call in self.calls], dim=1),
+                _chances([self.weights.at(_number(call.timestep)) for call in self.calls]),
             )
         except RuntimeError as error:
             raise ModelError(
@@ -156,13 +165,42 @@ class Recording:
         return torch.stack(spread, dim=1)
 
 
+def _number(timestep: Any) -> float:
+    """Return a timestep, of a batch the first."""
+    return float(torch.as_tensor(timestep).reshape(-1)[0])
+
+
+def _chances(weights: Sequence[float]) -> Tensor:
+    """Return the chances of calls, float32: half by their weights, half alike.
+
+    By weights alone the first steps would hardly be trained, which the picture's content hangs on.
+    """
+    found = torch.tensor(weights)
+    return (found / found.sum() + 1 / len(weights)) / 2
+
+
 @contextmanager
-def recording(denoiser: nn.Module) -> Iterator[Recording]:
-    """Record every call of the denoiser while the body runs the pipeline."""
+def recording(
+    denoiser: nn.Module, scheduler: Any = None, weighting: str = "uniform"
+) -> Iterator[Recording]:
+    """Record every call of the denoiser while the body runs the pipeline.
+
+    Args:
+        denoiser: whose calls are recorded.
+        scheduler: the pipeline's, whose steps are weighed at the first call; None: all weigh 1.
+        weighting: of its steps, ``uniform`` or ``schedule``.
+
+    Raises:
+        RecipeError: a scheduler whose steps cannot be weighed.
+    """
     signature = inspect.signature(denoiser.forward)
     record = Recording(sample=next(iter(signature.parameters)))
 
     def listen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        timestep = timestep_argument(denoiser.forward, args, kwargs)
+        if not record.calls and scheduler is not None:
+            number = _number(timestep)
+            record.weights = CallWeights.at_first_call(scheduler, weighting, number)
         named = _bound(signature, args, kwargs)
         # Pipelines may go on to write into the latents, and into the answer.
         named[record.sample] = named[record.sample].detach().clone()
@@ -171,7 +209,7 @@ def recording(denoiser: nn.Module) -> Iterator[Recording]:
             record.names = [
                 name for name, value in named.items() for _ in pytree.tree_leaves(value)
             ]
-        record.calls.append(_RecordedCall(leaves, output[0].detach().clone()))
+        record.calls.append(_RecordedCall(leaves, output[0].detach().clone(), timestep))
 
     handle = denoiser.register_forward_hook(listen, with_kwargs=True)
     try:

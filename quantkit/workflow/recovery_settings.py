@@ -79,6 +79,7 @@ def settings_of(training: Training, run: CalibrationRecipe, *, on_cpu: bool) -> 
         base,
         seconds=_seconds(training, base.seconds),
         sampling_steps=run.steps,
+        weighting=run.weighting,
         guidance=run.guidance,
         seed=run.seed,
         **same,

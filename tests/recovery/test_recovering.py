@@ -97,7 +97,7 @@ def run(model, masks, settings, *, packed=None, save=None, watch=ignore, show=ig
 
 
 def test_loss_of_a_packed_model_is_what_packing_costs(model, packed):
-    few = replace(SHORT, steps=1, rate=1e-30, trajectories=2)
+    few = replace(SHORT, steps=1, rate=1e-30, batch=16, sampling_batch=2)
     found = run(model, None, few, packed=packed).points[0].loss
     pipe = load_pipeline(model, choose_device("cpu"))
     bank = TrajectoryStore(Teacher(pipe, pipe.unet, PROMPTS, few).sample(2), 1)
@@ -485,7 +485,8 @@ def test_command_trains_a_packed_model(pipeline_dir, packed, tmp_path):
     page = (tmp_path / "out.recovery.html").read_text(encoding="utf-8")
     assert set(re.findall('data-side="(step [^"]*)"', page)) == {"step 0", "step 2"}
     first, last = (f"{report['looks'][i]['value']:.4f}" for i in (0, -1))
-    assert f"SSIM {first} -&gt; {last}, {report['change']}, from step 0 to 2." in page
+    change = re.escape(f"SSIM {first} -&gt; {last}, {report['change']}")
+    assert re.search(rf"{change}( by 8 pictures)?, from step 0 to 2\.", page)
     assert not quantkit.verify(tmp_path / "out").breaches
 
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from diffusers import DDIMScheduler
 from safetensors.torch import load_file, safe_open, save_file
 
+from quantkit.calibration.moments.timestep_weights import responses
 from quantkit.cli.recover_command import recover as recover_command
 from quantkit.cli.verify_command import verify as verify_command
 from quantkit.errors import (
@@ -229,6 +230,21 @@ def test_schedules_have_half_to_twice_the_steps(model):
     with torch.no_grad():
         expected = pipe.unet(**bank.template.arguments(rows))[0]
     torch.testing.assert_close(answers, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_half_of_the_calls_are_drawn_by_their_effect_on_the_sample(model):
+    pipe = load_pipeline(model, choose_device("cpu"))
+    settings = replace(SHORT, sampling_steps=4, weighting="schedule")
+    chunk = Teacher(pipe, pipe.unet, PROMPTS, settings).sample(1)
+    pipe.scheduler.set_timesteps(chunk.steps)
+    power = responses(pipe.scheduler).square()
+    expected = (power / power.sum() + 1 / chunk.steps) / 2
+    torch.testing.assert_close(chunk.chances.double(), expected)
+    timesteps = chunk.draw(4000, torch.Generator().manual_seed(0))[1]
+    found = [(timesteps == t).double().mean() for t in pipe.scheduler.timesteps]
+    torch.testing.assert_close(torch.stack(found), expected, atol=0.03, rtol=0)
+    alike = Teacher(pipe, pipe.unet, PROMPTS, SHORT).sample(1)
+    assert torch.equal(alike.chances, torch.full((alike.steps,), 1 / alike.steps))
 
 
 class FewSteps(DDIMScheduler):

@@ -41,6 +41,8 @@ class DistillSettings:
     graphs: bool = True
     #: denoising steps of a trajectory: half to twice as many, so that no timestep is strange
     sampling_steps: int = 20
+    #: which of its calls are drawn more often: all alike, or half by the effect on the final sample
+    weighting: str = "uniform"
     #: None takes the pipeline's own default
     guidance: float | None = None
     #: prompts that the teacher denoises at a time

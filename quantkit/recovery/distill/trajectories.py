@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 from quantkit.errors import QuantkitError
 from quantkit.pipelines.calling import Call, rehearse, step_range
 from quantkit.pipelines.replay import replayed
-from quantkit.recovery.denoiser_calls import Chunk, Template, recording
+from quantkit.recovery.denoiser_calls import Chunk, Recording, Template, recording
 from quantkit.recovery.distill.distributed import Ranks
 from quantkit.recovery.distill.settings import DistillSettings
 
@@ -59,6 +59,7 @@ class Teacher:
 
         Raises:
             ModelError: calls that no batch can be made of.
+            RecipeError: a scheduler whose steps cannot be weighed.
             QuantkitError: out of GPU memory.
         """
         first = (self._batches * self._ranks.world + self._ranks.rank) * count
@@ -67,7 +68,7 @@ class Teacher:
         call = self.call(prompts, [self._settings.seed + i for i in indices])
         call = replace(call, steps=self._steps())
         try:
-            with self.awake(), recording(self._denoiser) as record, torch.no_grad():
+            with self.awake(), self._recording() as record, torch.no_grad():
                 self.pipe(**call.arguments(self.pipe))
         except torch.OutOfMemoryError as error:
             raise QuantkitError(
@@ -78,6 +79,10 @@ class Teacher:
         self._batches += 1
         self.made += count
         return record.chunk()
+
+    def _recording(self) -> AbstractContextManager[Recording]:
+        scheduler = getattr(self.pipe, "scheduler", None)
+        return recording(self._denoiser, scheduler, self._settings.weighting)
 
     def _steps(self) -> int:
         """Return the steps of this batch: drawn evenly by their logarithm, by the batch alone."""
