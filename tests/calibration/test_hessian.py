@@ -110,7 +110,7 @@ def test_progress_counts_calls_up_to_the_steps_of_all_batches(monkeypatch):
             self.attached = attached
 
     @contextmanager
-    def attached(_, report):
+    def attached(_, report, others):
         for calls in (1, 2, 12, 13):
             report(calls)
         yield

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from diffusers import UniPCMultistepScheduler
 from torch import nn
 
 from quantkit.bench.models.denoiser_inputs import make_inputs
@@ -67,6 +68,37 @@ def test_shared_and_replayed_moments_are_those_of_each_layer(name, share, monkey
         assert found[layer].rows == moments.rows
         assert torch.equal(found[layer].held.rows, moments.held.rows)
         assert torch.equal(found[layer].held.weights, moments.held.weights)
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, sample, timestep):
+        return self.linear(sample)
+
+
+def test_a_second_expert_is_weighed_before_the_scheduler_takes_a_step():
+    """Solvers keep what earlier steps answered: measured later they are refused, or wrong."""
+    first, second, scheduler = Expert(), Expert(), UniPCMultistepScheduler()
+    scheduler.set_timesteps(4)
+    expected = timestep_weights.step_weights(scheduler, "schedule")
+    layers = [layer_of("linear", "linear", (2, 3))]
+    settings = CalibrationRecipe(weighting="schedule")
+    collector = MomentCollector("second", second, layers, settings)
+    sample = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    given = []
+    with torch.no_grad(), collector.attached(scheduler, lambda _: None, [first]):
+        for i, step in enumerate(scheduler.timesteps):
+            given.append(sample)
+            answer = (first if i < 2 else second)(sample, step)
+            answer = torch.cat((answer, answer[:, :1]), dim=1)
+            sample = scheduler.step(answer, step, sample, return_dict=False)[0]
+    weights = [expected[float(step)] for step in scheduler.timesteps[2:]]
+    pairs = list(zip(weights, given[2:], strict=True))
+    mean = sum(w * x.sum(0) for w, x in pairs) / (5 * sum(weights))
+    torch.testing.assert_close(collector.moments("linear").mean, mean)
 
 
 @pytest.mark.gpu

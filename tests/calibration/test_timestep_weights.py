@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from quantkit.calibration.moments.moment_sums import MomentSum
-from quantkit.calibration.moments.timestep_weights import responses, step_weights
+from quantkit.calibration.moments.timestep_weights import CallWeights, responses, step_weights
 from quantkit.errors import RecipeError
 from quantkit.numerics.packed_2to4 import to_rows
 from tests.support.moments import add_input
@@ -104,6 +104,7 @@ def test_state_and_noise_do_not_matter(scheduler):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     "scheduler",
     [
@@ -136,6 +137,18 @@ def test_uniform_weights_are_one_and_scheduled_ones_have_mean_one():
     assert sum(weights.values()) / len(weights) == pytest.approx(1)
     assert min(weights.values()) < 0.5
     assert max(weights.values()) > 1.5
+
+
+@pytest.mark.parametrize(
+    ("first", "unit"), [(0, 1.0), (3, 1.0), (0, 1e-3)], ids=["SD", "from a picture", "Flux"]
+)
+def test_weights_of_calls_are_in_the_unit_of_their_timesteps(first, unit):
+    scheduler = ready(ddim(prediction_type="v_prediction"))
+    steps = [float(step) for step in scheduler.timesteps]
+    weights = CallWeights.at_first_call(scheduler, "schedule", unit * steps[first])
+    expected = step_weights(scheduler, "schedule")
+    assert [weights.at(unit * step) for step in steps] == [expected[step] for step in steps]
+    assert weights.at(unit * (steps[4] + 1)) == expected[steps[4]]
 
 
 @pytest.mark.parametrize(

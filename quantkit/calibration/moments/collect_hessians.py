@@ -181,7 +181,8 @@ class _MomentRun:
         def collected(*, share: bool) -> MomentCollector:
             model = getattr(self.pipe, component)
             collector = MomentCollector(component, model, group, settings, share=share)
-            with collector.attached(scheduler, report):
+            others = [getattr(self.pipe, n) for n in self.denoisers if n != component]
+            with collector.attached(scheduler, report, () if encodes else others):
                 if encodes:
                     encode_prompts(self.pipe, self.denoisers, fitted, settings, self.inputs)
                 else:

@@ -88,13 +88,19 @@ class MomentCollector:
         self._holding = count
 
     @contextmanager
-    def attached(self, scheduler: Any | None, report: Callable[[int], None]) -> Iterator[None]:
+    def attached(
+        self,
+        scheduler: Any | None,
+        report: Callable[[int], None],
+        others: Sequence[nn.Module] = (),
+    ) -> Iterator[None]:
         """Listen while the body runs the pipeline.
 
         Args:
             scheduler: its steps are weighed at the first call, when they are set; None: of a text
                 encoder, whose calls weigh the same, but for repeated tokens.
             report: called with the number of calls so far, at every call.
+            others: denoisers that the pipeline may call before this one.
 
         Raises:
             RecipeError: a scheduler whose steps cannot be weighed.
@@ -107,12 +113,16 @@ class MomentCollector:
                 ids = kwargs.get("input_ids", args[0] if args else None)
                 self._tokens = None if ids is None else token_rows(ids)
             else:
-                found = timestep_argument(self._model.forward, args, kwargs)
-                self._weigh(float(torch.as_tensor(found).double().reshape(-1)[0]), scheduler)
+                weights = self._weighed(self._model, args, kwargs, scheduler)
+                self._weight = weights.at(_timestep(self._model, args, kwargs))
             self.calls += self._at_once
             report(self.calls)
 
+        def weigh(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._weighed(model, args, kwargs, scheduler)
+
         handles = [self._model.register_forward_pre_hook(begin, with_kwargs=True)]
+        handles += [other.register_forward_pre_hook(weigh, with_kwargs=True) for other in others]
         try:
             for layer, module in self._modules.items():
                 listen = self._listener(layer, module)
@@ -126,12 +136,14 @@ class MomentCollector:
             for handle in handles:
                 handle.remove()
 
-    def _weigh(self, timestep: float, scheduler: Any) -> None:
-        """Find what the call at a timestep weighs."""
+    def _weighed(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], scheduler: Any
+    ) -> CallWeights:
+        """Return what calls weigh, found at the first call of any denoiser: no step is taken."""
         if self._weights is None:
-            weighting = self._settings.weighting
-            self._weights = CallWeights.at_first_call(scheduler, weighting, timestep)
-        self._weight = self._weights.at(timestep)
+            weighting, first = self._settings.weighting, _timestep(model, args, kwargs)
+            self._weights = CallWeights.at_first_call(scheduler, weighting, first)
+        return self._weights
 
     def moments(self, layer: str) -> Moments:
         """Return what a layer read.
@@ -238,3 +250,9 @@ class MomentCollector:
         for total, found in seen.items():
             total.count(found.rows, self._weight)
         self._found.seen.clear()
+
+
+def _timestep(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Return the timestep of a call, of a batch the first."""
+    found = timestep_argument(model.forward, args, kwargs)
+    return float(torch.as_tensor(found).double().reshape(-1)[0])

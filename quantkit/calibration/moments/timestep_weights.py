@@ -36,15 +36,15 @@ class CallWeights:
         Args:
             scheduler: as of ``step_weights``.
             weighting: ``uniform`` or ``schedule``.
-            timestep: of the first call. Its ratio to the scheduler's first one is the unit: 1 for
-                SD, 1 / 1000 for Flux.
+            timestep: of the first call. The unit is 1 where it is the scheduler's own, as for SD,
+                also after the first; else its ratio to the first one: 1 / 1000 for Flux.
 
         Raises:
             RecipeError: as ``step_weights``.
         """
         weights = step_weights(scheduler, weighting)
         start = next(iter(weights))
-        unit = timestep / start if start else 1.0
+        unit = 1.0 if timestep in weights or not start else timestep / start
         return cls({unit * step: weight for step, weight in weights.items()})
 
     def at(self, timestep: float) -> float:
