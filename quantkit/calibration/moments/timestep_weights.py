@@ -22,6 +22,8 @@ _PROBE = 1e-3
 #: Schedulers compute in float32 and their noise is about 1: this is what remains of _PROBE there.
 _TOLERANCE = 1e-2
 
+_CURE = "set it to uniform: '--set calibration.weighting=uniform'"
+
 
 @dataclass(frozen=True)
 class CallWeights:
@@ -94,8 +96,7 @@ def responses(scheduler: Any) -> Tensor:
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise RecipeError(
-            f"calibration.weighting schedule: {name} cannot be measured ({reason}); set it to "
-            "uniform"
+            f"calibration.weighting schedule: {name} cannot be measured ({reason}); {_CURE}"
         ) from error
     once, twice, still = final[:count], final[count:-2], final[-2:]
     once, twice = once - still[0], (twice - still[0]) / 2
@@ -103,12 +104,12 @@ def responses(scheduler: Any) -> Tensor:
     if not bool(final.isfinite().all()) or bool(still[0] != still[1]) or not size > 0:
         raise RecipeError(
             f"calibration.weighting schedule: {name} clips its samples or adds noise that cannot "
-            "be repeated, so the effect of a step cannot be measured; set it to uniform"
+            f"be repeated, so the effect of a step cannot be measured; {_CURE}"
         )
     if bool((once - twice).abs().max() > _TOLERANCE * size):
         raise RecipeError(
             f"calibration.weighting schedule: {name} is not linear in the denoiser's answer; "
-            "set it to uniform"
+            f"{_CURE}"
         )
     return once / _PROBE
 
