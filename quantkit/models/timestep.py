@@ -5,6 +5,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from quantkit.errors import ModelError, RecipeError
 
 #: What denoisers call it: nearly all, HiDream, Stable Cascade, Z-Image.
@@ -30,6 +32,11 @@ def timestep_argument(
     if not any(name in kwargs for name in NAMES):
         found = inspect.signature(forward).bind(*args, **kwargs).arguments
     return next((found[name] for name in NAMES if name in found), 0.0)
+
+
+def first_number(timestep: Any) -> float:
+    """Return a timestep as a number: of a batch, the first; it waits for the device."""
+    return float(torch.as_tensor(timestep).reshape(-1)[0])
 
 
 def bucket_of(timestep: float, edges: Sequence[float]) -> int:

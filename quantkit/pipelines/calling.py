@@ -98,7 +98,7 @@ def fewest_steps(pipe: Any, call: Call, least: int) -> Call:
     """
     for steps in range(min(least, call.steps), call.steps):
         few = replace(call, steps=steps)
-        if isinstance(_Trial(pipe).run(few), _Begun):
+        if _runs(pipe, few):
             return few
     rehearse(pipe, call)
     return call
@@ -112,8 +112,13 @@ def step_range(pipe: Any, call: Call) -> tuple[int, int]:
     if call.steps == 1:
         return 1, 1
     twice = replace(call, steps=2 * call.steps)
-    most = twice if isinstance(_Trial(pipe).run(twice), _Begun) else call
+    most = twice if _runs(pipe, twice) else call
     return fewest_steps(pipe, call, max(2, call.steps // 2)).steps, most.steps
+
+
+def _runs(pipe: Any, call: Call) -> bool:
+    """Tell whether a call reaches the denoiser's first answer."""
+    return isinstance(_Trial(pipe).run(call), _Begun)
 
 
 def _longest_first(pipe: Any, call: Call) -> Call:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from quantkit.models.timestep import bucket_of
+from quantkit.models.timestep import bucket_of, first_number
 
 #: The attribute of a model that has stages.
 _ATTRIBUTE = "quantkit_stages"
@@ -91,7 +91,7 @@ def _number(timestep: Tensor | float) -> float:
         return float(timestep)
     whole = timestep._base  # noqa: SLF001  None, or the tensor that this one is a view of
     if whole is None or not _is_schedule(whole) or whole.dtype is not timestep.dtype:
-        return float(timestep.reshape(-1)[0])
+        return first_number(timestep)
     return float(_numbers(whole)[timestep.storage_offset() - whole.storage_offset()])
 
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from quantkit.calibration.moments.timestep_weights import CallWeights
 from quantkit.errors import ModelError
-from quantkit.models.timestep import timestep_argument
+from quantkit.models.timestep import first_number, timestep_argument
 
 #: Position tables: the same for every sample, though their length may equal a batch's.
 SHARED = ("img_ids", "txt_ids", "image_rotary_emb")
@@ -140,7 +140,7 @@ class Recording:
                 tuple(self._stack(place, rows) for place in moving),
                 tuple(first.leaves[place] for place in still),
                 torch.stack([call.answer for call in self.calls], dim=1),
-                _chances([self.weights.at(_number(call.timestep)) for call in self.calls]),
+                _chances([self.weights.at(first_number(c.timestep)) for c in self.calls]),
             )
         except RuntimeError as error:
             raise ModelError(
@@ -165,11 +165,6 @@ class Recording:
         return torch.stack(spread, dim=1)
 
 
-def _number(timestep: Any) -> float:
-    """Return a timestep, of a batch the first."""
-    return float(torch.as_tensor(timestep).reshape(-1)[0])
-
-
 def _chances(weights: Sequence[float]) -> Tensor:
     """Return the chances of calls, float32: half by their weights, half alike.
 
@@ -180,15 +175,12 @@ def _chances(weights: Sequence[float]) -> Tensor:
 
 
 @contextmanager
-def recording(
-    denoiser: nn.Module, scheduler: Any = None, weighting: str = "uniform"
-) -> Iterator[Recording]:
+def recording(denoiser: nn.Module, scheduler: Any | None = None) -> Iterator[Recording]:
     """Record every call of the denoiser while the body runs the pipeline.
 
     Args:
         denoiser: whose calls are recorded.
-        scheduler: the pipeline's, whose steps are weighed at the first call; None: all weigh 1.
-        weighting: of its steps, ``uniform`` or ``schedule``.
+        scheduler: the pipeline's, whose steps are weighed at the first call; None: all weigh alike.
 
     Raises:
         RecipeError: a scheduler whose steps cannot be weighed.
@@ -199,8 +191,8 @@ def recording(
     def listen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         timestep = timestep_argument(denoiser.forward, args, kwargs)
         if not record.calls and scheduler is not None:
-            number = _number(timestep)
-            record.weights = CallWeights.at_first_call(scheduler, weighting, number)
+            first = first_number(timestep)
+            record.weights = CallWeights.at_first_call(scheduler, "schedule", first)
         named = _bound(signature, args, kwargs)
         # Pipelines may go on to write into the latents, and into the answer.
         named[record.sample] = named[record.sample].detach().clone()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantkit.errors import NonFiniteError
-from quantkit.models.timestep import timestep_argument
+from quantkit.models.timestep import first_number, timestep_argument
 from quantkit.numerics.packed_2to4 import from_rows
 from quantkit.pipelines.batches import split_batches
 from quantkit.pipelines.own_inputs import OwnInputs
@@ -47,8 +47,7 @@ def treated(denoiser: nn.Module, substitutes: Mapping[str, Substitute]) -> Itera
     clock = _TimestepTracker()
 
     def read_clock(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        timestep = timestep_argument(module.forward, args, kwargs)
-        clock.timestep = float(torch.as_tensor(timestep).reshape(-1)[0])
+        clock.timestep = first_number(timestep_argument(module.forward, args, kwargs))
 
     handle = denoiser.register_forward_pre_hook(read_clock, with_kwargs=True)
     modules = {name: denoiser.get_submodule(name) for name in substitutes}

@@ -178,11 +178,12 @@ class _MomentRun:
             total = batches * (1 if scheduler is None else len(scheduler.timesteps))
             progress(step, min(calls, total), total)
 
+        others = [getattr(self.pipe, n) for n in self.denoisers if not encodes and n != component]
+
         def collected(*, share: bool) -> MomentCollector:
             model = getattr(self.pipe, component)
             collector = MomentCollector(component, model, group, settings, share=share)
-            others = [getattr(self.pipe, n) for n in self.denoisers if n != component]
-            with collector.attached(scheduler, report, () if encodes else others):
+            with collector.attached(scheduler, report, others):
                 if encodes:
                     encode_prompts(self.pipe, self.denoisers, fitted, settings, self.inputs)
                 else:

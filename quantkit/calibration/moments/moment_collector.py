@@ -15,7 +15,7 @@ from quantkit.calibration.moments.timestep_weights import CallWeights
 from quantkit.calibration.moments.token_rows import TokenRows, token_rows
 from quantkit.calibration.observing.layer_modules import find_modules
 from quantkit.models.component_layers import Layer
-from quantkit.models.timestep import timestep_argument
+from quantkit.models.timestep import first_number, timestep_argument
 from quantkit.pipelines.batches import Batch
 from quantkit.pipelines.replay import observed
 from quantkit.recipe.calibration import CalibrationRecipe
@@ -253,6 +253,4 @@ class MomentCollector:
 
 
 def _timestep(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """Return the timestep of a call, of a batch the first."""
-    found = timestep_argument(model.forward, args, kwargs)
-    return float(torch.as_tensor(found).double().reshape(-1)[0])
+    return first_number(timestep_argument(model.forward, args, kwargs))

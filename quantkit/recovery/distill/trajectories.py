@@ -81,8 +81,8 @@ class Teacher:
         return record.chunk()
 
     def _recording(self) -> AbstractContextManager[Recording]:
-        scheduler = getattr(self.pipe, "scheduler", None)
-        return recording(self._denoiser, scheduler, self._settings.weighting)
+        weighs = self._settings.weighting == "schedule"
+        return recording(self._denoiser, self.pipe.scheduler if weighs else None)
 
     def _steps(self) -> int:
         """Return the steps of this batch: drawn evenly by their logarithm, by the batch alone."""
