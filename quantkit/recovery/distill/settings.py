@@ -39,9 +39,9 @@ class DistillSettings:
     checkpointing: bool = False
     #: replay the student's passes as CUDA graphs; ignored on the CPU and with checkpointing
     graphs: bool = True
-    #: denoising steps of a trajectory: half to twice as many, so that no timestep is strange
+    #: denoising steps: a trajectory has half to twice as many, so that many timesteps are trained
     sampling_steps: int = 20
-    #: which of its calls are drawn more often: all alike, or half by the effect on the final sample
+    #: how calls are drawn: uniform, or schedule: half of them by their effect on the final sample
     weighting: str = "uniform"
     #: None takes the pipeline's own default
     guidance: float | None = None
