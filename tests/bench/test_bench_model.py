@@ -352,6 +352,12 @@ def test_classes_without_a_row_are_measured(class_name, tmp_path):
     assert "gemm_int8 host" in result.rows[2].calls
 
 
+def test_a_vector_that_its_class_leaves_unwritten_is_filled(tmp_path):
+    (row,) = (row for row in ROWS if row.class_name == "LuminaNextDiT2DModel")
+    model = build_denoiser(written(tmp_path, row.class_name, row.config), CPU)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 #: config -> what no input is known for
 UNKNOWN = {
     "Ideogram4Transformer2DModel": "no inputs are known for indicator, position_ids, segment_ids",

@@ -197,7 +197,7 @@ def build_denoiser(denoiser: Denoiser, device: torch.device) -> nn.Module:
         kept = [device] if device.type == "cuda" else []
         with quiet_libraries(), torch.random.fork_rng(kept), torch.device(device):
             torch.manual_seed(0)
-            with _unwritten_as_nan():
+            with unwritten_as_nan():
                 model: nn.Module = build(dict(denoiser.config))
             _fill(model)
     except (KeyError, TypeError, ValueError) as error:
@@ -213,7 +213,7 @@ def build_denoiser(denoiser: Denoiser, device: torch.device) -> nn.Module:
 
 
 @contextmanager
-def _unwritten_as_nan() -> Iterator[None]:
+def unwritten_as_nan() -> Iterator[None]:
     """Let torch.empty give NaN, which shows the weights that a class leaves to its files."""
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -228,6 +228,6 @@ def _fill(model: nn.Module) -> None:
     """Make weights random that are not: unwritten ones, and zeros, which make outputs zero."""
     with torch.no_grad():
         for parameter in model.parameters():
-            empty = not parameter.any() or bool(parameter.isnan().any())
-            if parameter.ndim > 1 and empty:
+            zero = parameter.ndim > 1 and not parameter.any()
+            if zero or parameter.isnan().any():
                 parameter.normal_(std=_STD)
