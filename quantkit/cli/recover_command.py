@@ -22,7 +22,7 @@ from quantkit.cli.recovery_options import masks_output, recovery_options, take_t
 
 @click.command(
     cls=Command,
-    example="quantkit recover sdxl --packed sdxl-int4 -o sdxl-int4-trained",
+    example="quantkit recover sdxl -r int4 --packed sdxl-int4 -o sdxl-int4-trained",
     kept="{}.recovery.safetensors",
     left="{}.recovery.html",
 )

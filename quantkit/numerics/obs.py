@@ -127,25 +127,24 @@ def factorize(moment: Tensor, *, damping: float, order: Tensor | None = None) ->
     return Factor(lower, roots.square().flip(0), order, dead.flip(0))
 
 
-def expected_error(factor: Factor, rows: Tensor, steps: Tensor) -> float:
-    """Return the squared error of outputs that rounding by a factor should make, up to a constant.
+def expected_error(factor: Factor, inputs: Tensor, errors: Tensor) -> float:
+    """Return the squared error of outputs that rounding by a factor should make.
 
-    Rounding leaves C L^T = e in each column, which is uniform over a step. On an input x that the
-    factor need not know, C x is the sum of e_j y_j, where L^T y = x. What is never rounded, as what
-    a mask drops, is counted too: factors are compared.
+    Rounding leaves C L^T = e in each column, which is as large as when it is rounded alone. On an
+    input x that the factor need not know, C x is the sum of e_j y_j, where L^T y = x. That columns
+    saturate, which ask for more than the grid has, is not foreseen.
 
     Args:
         factor: of K columns.
-        rows: float32 (R, K), inputs.
-        steps: float32 (K,), the distance between the values of each column.
+        inputs: float32 (M, K).
+        errors: float32 (K,), the sum over weights (R, K) of (round(w) - w)^2.
 
     Returns:
-        the sum over rows and columns of (step_j y_j)^2.
+        the sum over the inputs and the R outputs.
     """
-    inputs = rows[:, factor.order].t()
-    upper = factor.lower.t()
-    shares = torch.linalg.solve_triangular(upper, inputs, upper=True, unitriangular=True)
-    return float((shares * steps[factor.order].unsqueeze(1)).square().sum(dtype=torch.float64))
+    upper, columns = factor.lower.t(), inputs[:, factor.order].t()
+    shares = torch.linalg.solve_triangular(upper, columns, upper=True, unitriangular=True)
+    return float(shares.square().sum(dim=1).double() @ errors[factor.order].double())
 
 
 def _square_root(moment: Tensor, damping: float) -> Tensor:

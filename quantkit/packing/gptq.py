@@ -35,6 +35,12 @@ from quantkit.sparsity.sparsegpt import (
 #: few kinds of rows), and wide convolutions with the most: 8 to 17 % less error than with 1e-3.
 DAMPINGS = (1e-4, 1e-2, 1e-1)
 
+#: Times the expected error from which all dampings are tried. Of the 87 layers of an MMDiT and the
+#: 131 of the demo, all reach 0.9 to 1.24 but those that read the timestep's waves: 2,100 and 89.
+#: There 25 steps leave most directions without power, what columns ask of the last ones is beyond
+#: the grid, and the outputs were 80 to 1,400 times worse than with the best damping.
+_UNFORESEEN = 2.0
+
 
 @dataclass(frozen=True)
 class Rounder:
@@ -108,27 +114,53 @@ class Rounding:
         Raises:
             NonFiniteError: the moments are none of any inputs.
         """
+        grid = Grid(fmt, scale)
         if self._factor is None:
-            steps = scale.square().mean(dim=0).sqrt().expand(rows.shape[1])
-            self._factor = self._chosen(steps)
-        values, _ = settle_rows(rows, self._factor, mask=mask, grid=Grid(fmt, scale))
+            self._factor, values = self._chosen(rows, mask, grid)
+        else:
+            values, _ = settle_rows(rows, self._factor, mask=mask, grid=grid)
         refuse_non_finite(values)
         return values
 
-    def _chosen(self, steps: Tensor) -> Factor:
-        """Return the factor of the damping that should lose least on the rows held out.
+    def _chosen(self, rows: Tensor, mask: Tensor | None, grid: Grid) -> tuple[Factor, Tensor]:
+        """Return the factor of the damping that loses least on the inputs held out.
 
         Args:
-            steps: float32 (K,), root mean square of the distance between values of each column.
+            rows: the first ones (R, K).
+            mask: theirs.
+            grid: theirs.
+
+        Returns:
+            with it the rows, rounded.
         """
+        inputs = self._held_inputs()
+        if inputs is None:
+            factor = self._damped(ROUNDING_DAMPING)
+            return factor, settle_rows(rows, factor, mask=mask, grid=grid)[0]
+        errors = (grid.round(rows, grid.scale) - rows).square().sum(dim=0)
+        # Made one by one, for each is as large as the moments: two are there at once.
+        factors = map(self._damped, DAMPINGS)
+        best = min(factors, key=lambda factor: expected_error(factor, inputs, errors))
+
+        def rounded(factor: Factor) -> tuple[Factor, Tensor]:
+            return factor, settle_rows(rows, factor, mask=mask, grid=grid)[0]
+
+        def lost(tried: tuple[Factor, Tensor]) -> float:
+            return float(((tried[1] - rows) @ inputs.t()).square().sum(dtype=torch.float64))
+
+        first = rounded(best)
+        if lost(first) <= _UNFORESEEN * expected_error(best, inputs, errors):
+            return first
+        return min(map(rounded, map(self._damped, DAMPINGS)), key=lost)
+
+    def _held_inputs(self) -> Tensor | None:
+        """Return the inputs held out, (M, K), by the roots of their weights; None: too few."""
         held = self._moments.held
         if held is None:
-            return self._damped(ROUNDING_DAMPING)
-        rows = held.rows.float()
-        rows = (rows - self._moments.mean if self._centred else rows) * held.weights.sqrt()[:, None]
-        # Made one by one, for each is as large as the moments: two are there at once.
-        tried = map(self._damped, DAMPINGS)
-        return min(tried, key=lambda factor: expected_error(factor, rows, steps))
+            return None
+        inputs = held.rows.float()
+        inputs = inputs - self._moments.mean if self._centred else inputs
+        return inputs * held.weights.sqrt()[:, None]
 
     def _damped(self, damping: float) -> Factor:
         return factorize(self.moment, damping=damping, order=self._order)
