@@ -170,6 +170,15 @@ def test_modulation_is_weights_alone_and_never_sparse(published, tmp_path):
         assert {(s["activation"], s["smooth"]) for s in schemes.values()} == {("none", False)}
 
 
+def test_what_leads_to_a_unets_picture_is_int8_among_int4(published, tmp_path):
+    plan = called("pack", published["sdxl"], "-r", "int4", "-o", tmp_path / "o", "-n")
+    schemes = {layer["name"]: layer["scheme"] for layer in plan["layers"] if layer["scheme"]}
+    found = {name for name, scheme in schemes.items() if scheme["weight"] == "int8"}
+    assert {name.split(".")[0] for name in found} == {"up_blocks"}
+    assert {name.split(".")[-1] for name in found} == {"conv_shortcut", "proj_in", "proj_out"}
+    assert {scheme["weight"] for scheme in schemes.values()} == {"int4", "int8"}
+
+
 # For real, on the same blocks, narrow
 
 
