@@ -74,6 +74,28 @@ class Rounder:
             return Rounding(moments, centred=self.centred)
 
 
+@dataclass(frozen=True)
+class _Block:
+    """Rows (R, K) of a weight, the values that they may take, and their mask; None: dense."""
+
+    rows: Tensor
+    mask: Tensor | None
+    grid: Grid
+
+    def rounded(self, factor: Factor) -> Tensor:
+        """Return the rows of which later columns make up for earlier ones."""
+        return settle_rows(self.rows, factor, mask=self.mask, grid=self.grid)[0]
+
+    def nearest_errors(self) -> Tensor:
+        """Return the squared error of each column (K,), rounded alone, summed over the rows."""
+        nearest = self.grid.round(self.rows, self.grid.scale)
+        return nearest.sub_(self.rows).square_().sum(dim=0)
+
+    def lost(self, values: Tensor, inputs: Tensor) -> float:
+        """Return the squared error of the outputs of inputs (M, K), summed over both."""
+        return float(((values - self.rows) @ inputs.t()).square_().sum(dtype=torch.float64))
+
+
 class Rounding:
     """The second moments of one layer, ready."""
 
@@ -114,44 +136,36 @@ class Rounding:
         Raises:
             NonFiniteError: the moments are none of any inputs.
         """
-        grid = Grid(fmt, scale)
+        block = _Block(rows, mask, Grid(fmt, scale))
         if self._factor is None:
-            self._factor, values = self._chosen(rows, mask, grid)
+            self._factor, values = self._chosen(block)
         else:
-            values, _ = settle_rows(rows, self._factor, mask=mask, grid=grid)
+            values = block.rounded(self._factor)
         refuse_non_finite(values)
         return values
 
-    def _chosen(self, rows: Tensor, mask: Tensor | None, grid: Grid) -> tuple[Factor, Tensor]:
+    def _chosen(self, first: _Block) -> tuple[Factor, Tensor]:
         """Return the factor of the damping that loses least on the inputs held out.
 
         Args:
-            rows: the first ones (R, K).
-            mask: theirs.
-            grid: theirs.
+            first: the block of the weight that it is chosen on.
 
         Returns:
-            with it the rows, rounded.
+            with it the block's rows, rounded.
         """
         inputs = self._held_inputs()
         if inputs is None:
             factor = self._damped(ROUNDING_DAMPING)
-            return factor, settle_rows(rows, factor, mask=mask, grid=grid)[0]
-        errors = (grid.round(rows, grid.scale) - rows).square().sum(dim=0)
+            return factor, first.rounded(factor)
+        errors = first.nearest_errors()
         # Made one by one, for each is as large as the moments: two are there at once.
-        factors = map(self._damped, DAMPINGS)
-        best = min(factors, key=lambda factor: expected_error(factor, inputs, errors))
-
-        def rounded(factor: Factor) -> tuple[Factor, Tensor]:
-            return factor, settle_rows(rows, factor, mask=mask, grid=grid)[0]
-
-        def lost(tried: tuple[Factor, Tensor]) -> float:
-            return float(((tried[1] - rows) @ inputs.t()).square().sum(dtype=torch.float64))
-
-        first = rounded(best)
-        if lost(first) <= _UNFORESEEN * expected_error(best, inputs, errors):
-            return first
-        return min(map(rounded, map(self._damped, DAMPINGS)), key=lost)
+        damped = map(self._damped, DAMPINGS)
+        factor = min(damped, key=lambda factor: expected_error(factor, inputs, errors))
+        values = first.rounded(factor)
+        if first.lost(values, inputs) <= _UNFORESEEN * expected_error(factor, inputs, errors):
+            return factor, values
+        tried = ((factor, first.rounded(factor)) for factor in map(self._damped, DAMPINGS))
+        return min(tried, key=lambda found: first.lost(found[1], inputs))
 
     def _held_inputs(self) -> Tensor | None:
         """Return the inputs held out, (M, K), by the roots of their weights; None: too few."""
