@@ -351,6 +351,17 @@ def test_other_settings_in_the_same_directory_are_refused(model, taken):
         take(model, taken.path, recipe_with(buckets=1, steps=4))
 
 
+def test_a_directory_without_a_layer_takes_other_settings(model, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise RecipeError("its steps cannot be weighed")
+
+    with monkeypatch.context() as patched, pytest.raises(RecipeError):
+        patched.setattr(collecting, "run_prompts", refuse)
+        take(model, tmp_path / "h", recipe_with(buckets=1, weighting="schedule"))
+    hessians = take(model, tmp_path / "h", recipe_with(buckets=1))
+    assert (hessians.missing, load_hessians(tmp_path / "h").index.weighting) == ((), "uniform")
+
+
 def test_a_directory_of_something_else_is_refused(model, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(OutputError, match="not a directory of hessians"):

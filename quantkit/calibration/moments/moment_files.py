@@ -168,7 +168,7 @@ def _name_of(component: str, layer: str) -> str:
 
 
 def create_hessians(path: Path, index: HessianIndex, *, force: bool = False) -> Hessians:
-    """Begin a directory, or go on with one that was begun alike.
+    """Begin a directory, or go on with one that was begun alike, or that has no layer yet.
 
     Args:
         path: the directory.
@@ -190,6 +190,9 @@ def create_hessians(path: Path, index: HessianIndex, *, force: bool = False) -> 
         raise OutputError(
             f"{path}: exists already and is not a directory of hessians; choose another path"
         ) from error
+    if len(Hessians(path, begun).missing) == len(list(begun.names())):
+        # As after a scheduler that cannot be weighed: the cure is another setting.
+        return create_hessians(path, index, force=True)
     for name, value in asdict(index).items():
         before = getattr(begun, name)
         if before != value:
