@@ -131,8 +131,8 @@ def expected_error(factor: Factor, inputs: Tensor, errors: Tensor) -> float:
     """Return the squared error of outputs that rounding by a factor should make.
 
     Rounding leaves C L^T = e in each column, which is as large as when it is rounded alone. On an
-    input x that the factor need not know, C x is the sum of e_j y_j, where L^T y = x. That columns
-    saturate, which ask for more than the grid has, is not foreseen.
+    input x that the factor need not know, C x is the sum of e_j y_j, where L^T y = x. Columns
+    that ask for values beyond the grid saturate, which is not foreseen.
 
     Args:
         factor: of K columns.

@@ -83,17 +83,13 @@ class _Block:
     grid: Grid
 
     def rounded(self, factor: Factor) -> Tensor:
-        """Return the rows of which later columns make up for earlier ones."""
+        """Return the rows rounded, later columns making up for earlier ones."""
         return settle_rows(self.rows, factor, mask=self.mask, grid=self.grid)[0]
 
     def nearest_errors(self) -> Tensor:
         """Return the squared error of each column (K,), rounded alone, summed over the rows."""
         nearest = self.grid.round(self.rows, self.grid.scale)
         return nearest.sub_(self.rows).square_().sum(dim=0)
-
-    def lost(self, values: Tensor, inputs: Tensor) -> float:
-        """Return the squared error of the outputs of inputs (M, K), summed over both."""
-        return float(((values - self.rows) @ inputs.t()).square_().sum(dtype=torch.float64))
 
 
 class Rounding:
@@ -162,19 +158,24 @@ class Rounding:
         damped = map(self._damped, DAMPINGS)
         factor = min(damped, key=lambda factor: expected_error(factor, inputs, errors))
         values = first.rounded(factor)
-        if first.lost(values, inputs) <= _UNFORESEEN * expected_error(factor, inputs, errors):
+        if self._lost(values - first.rows) <= _UNFORESEEN * expected_error(factor, inputs, errors):
             return factor, values
         tried = ((factor, first.rounded(factor)) for factor in map(self._damped, DAMPINGS))
-        return min(tried, key=lambda found: first.lost(found[1], inputs))
+        return min(tried, key=lambda found: self._lost(found[1] - first.rows))
+
+    def _lost(self, change: Tensor) -> float:
+        """Return what a change (R, K) costs: the mean of |C x|^2 over the inputs held out."""
+        bias = -(change @ self._moments.mean) if self._centred else None
+        return self._moments.power(change, bias)
 
     def _held_inputs(self) -> Tensor | None:
-        """Return the inputs held out, (M, K), by the roots of their weights; None: too few."""
+        """Return the inputs held out, (M, K), by the roots of their shares; None: too few."""
         held = self._moments.held
         if held is None:
             return None
         inputs = held.rows.float()
         inputs = inputs - self._moments.mean if self._centred else inputs
-        return inputs * held.weights.sqrt()[:, None]
+        return inputs * (held.weights / held.weights.sum()).sqrt()[:, None]
 
     def _damped(self, damping: float) -> Factor:
         return factorize(self.moment, damping=damping, order=self._order)

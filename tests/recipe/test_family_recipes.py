@@ -170,7 +170,7 @@ def test_modulation_is_weights_alone_and_never_sparse(published, tmp_path):
         assert {(s["activation"], s["smooth"]) for s in schemes.values()} == {("none", False)}
 
 
-def test_what_leads_to_a_unets_picture_is_int8_among_int4(published, tmp_path):
+def test_projections_of_up_blocks_are_int8_among_int4(published, tmp_path):
     plan = called("pack", published["sdxl"], "-r", "int4", "-o", tmp_path / "o", "-n")
     schemes = {layer["name"]: layer["scheme"] for layer in plan["layers"] if layer["scheme"]}
     found = {name for name, scheme in schemes.items() if scheme["weight"] == "int8"}

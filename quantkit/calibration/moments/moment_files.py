@@ -190,7 +190,7 @@ def create_hessians(path: Path, index: HessianIndex, *, force: bool = False) -> 
         raise OutputError(
             f"{path}: exists already and is not a directory of hessians; choose another path"
         ) from error
-    if len(Hessians(path, begun).missing) == len(list(begun.names())):
+    if Hessians(path, begun).missing == tuple(begun.names()):
         # As after a scheduler that cannot be weighed: the cure is another setting.
         return create_hessians(path, index, force=True)
     for name, value in asdict(index).items():
